@@ -148,9 +148,11 @@ class Checkpoint:
             sample_count: how many samples the statistics hold.
             observed: the statistics.
         """
-        # a sample is `batch` images; its position in the list of images is that of the first
+        # a sample is `batch` images; its position in the list of images is that of the first. These
+        # are of all samples: `rows` takes those of the samples with the largest values
         sample_positions = self._feed.positions[:: self._feed.batch]
-        # of the images of these samples: sha256 of each, and position -> why it was skipped
+        # of the images of the first `sample_count` samples: the sha256 of each, and position -> why
+        # it was skipped
         digests, skipped = self._feed.progress_after(sample_count)
         data = shards.serialize_shard(
             share=self._feed.share_or_all,  # the shard that this run makes, if any, else 1/1
@@ -234,7 +236,7 @@ class Checkpoint:
             CacheError: it is of another run, or does not hold the samples that it names.
             FeedError: a counted sample has changed.
         """
-        differences = self._find_differences(existing)
+        differences = self._find_differences(existing)  # clauses, such as "the images changed"
         if differences:
             raise CacheError(
                 f"a run goes on from its own checkpoint, got {self.path} of another one:"
@@ -250,13 +252,14 @@ class Checkpoint:
         counted = self._existing_sample_count
         good_image_count = len(existing.digests) - len(existing.skipped)
         has_all_images = good_image_count == min(counted * feed.batch, feed.count)
-        # and its largest values must be of these samples; one has the position of its first image
-        positions = feed.positions[: counted * feed.batch : feed.batch]
-        are_peaks_counted = existing.peak_positions <= set(positions)
+        # and the samples that it stores as those with the largest values must be among these; the
+        # position of a sample is that of its first image
+        sample_positions = feed.positions[: counted * feed.batch : feed.batch]
+        are_peaks_counted = existing.peak_positions <= set(sample_positions)
         if not has_all_images or not are_peaks_counted:
             raise CacheError(f"{self.path} must hold the samples that it names; remove it")
 
-        self._peaks.add_rows(existing.peaks, positions)
+        self._peaks.add_rows(existing.peaks, sample_positions)
         self._resumed_checkpoint = existing
         self._saved_sample_count = self.counted = counted
         self.notes.append(

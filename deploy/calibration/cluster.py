@@ -215,7 +215,8 @@ class ShardMerger:
                 f"the worker {worker} must see the same images as this machine, got another file"
                 f" ({error}); give a path that all machines share, or send them (--send images)"
             ) from error
-        # bad samples are numbered too; `end` numbers the good ones alone, once these are known
+        # here a sample's number is its position + 1, also of bad samples: those of other pieces are
+        # not known yet. `end` numbers the good ones alone
         self._peaks.add_rows(shard.peaks, range(piece.count))
         shards.merge_histograms(self._merged, shard.observed(self._observations))
 
@@ -495,10 +496,11 @@ class ClusterRun:
             self._submit(piece)
 
     def _fetch_result(self, future: Future) -> tuple[str, bytes | cluster_jobs.PieceFailure]:
-        """Return the result of a piece that ended: (name of the worker, shard bytes or failure).
+        """Return what a piece returned: (name of the worker, shard bytes, or why there are none).
 
         Raises:
-            TimeoutError: the worker was lost before it sent the result; dask runs the piece again.
+            TimeoutError: the worker was lost before it sent the result. dask runs the piece again,
+                so the caller waits for the same future.
             BackendError: the scheduler dropped the piece, or the piece killed several workers.
         """
         piece = self._piece_by_future[future]
@@ -508,7 +510,7 @@ class ClusterRun:
             result: tuple[str, bytes | cluster_jobs.PieceFailure] = future.result(
                 timeout=10 * TICK_S
             )
-        except TIMEOUT_ERRORS:  # the caller waits for the piece again
+        except TIMEOUT_ERRORS:
             raise
         except Exception as error:  # it killed several workers, or none can unpickle it
             raise BackendError(

@@ -153,10 +153,11 @@ def make_job(
 
     Args:
         cluster: the scheduler and its options.
-        observations: what to observe.
+        observations: what to observe; the caller has refused those that depend on the order of the
+            images (`refuse_ordered`).
         feed: the images, opened on this machine.
         subject: the model to calibrate.
-        images: where the images are, for the workers.
+        images: where the images are, for the workers: a path, a list of paths, or raw files.
         limit: which of the images are used.
 
     Raises:
@@ -171,23 +172,26 @@ def make_job(
     model_path = ""  # if empty, the job contains the model
     if cluster.send not in ("model", "all"):
         model_path = _shared_model_path(subject, observations)
-    # `variant.make` works on this machine only; a worker loads the model, or finds it in the job
+    # `variant.make`, which makes a form of the model, may be a function of this machine that cannot
+    # be sent. It is replaced: by one that opens the model's file, or by one that holds the model
     sendable_observations: list[Observation] = []
     for variant, variant_observations in group_by_variant(observations).items():
         if model_path:
             make_model = partial(_open_model, model_path, subject.loaded.digest)
         else:
-            # no statistics: `refuse_ordered` has refused variants that are built from some
+            # made of no statistics: variants that need some are among those that were refused
             model = variant.make(ObservedStatistics())
             make_model = partial(_return_model, model)
         sendable_variant = Variant(variant.key, make_model)
         for observation in variant_observations:
             sendable_observations.append(replace(observation, variant=sendable_variant))
+
+    # a worker opens all images, without a shard, and then the share of its task (`_open_share`)
     dataset = Dataset(
         source=() if cluster.sends_images else shared_paths(images),
         preprocess=feed.preprocess,
         skip_bad=bool(feed.settings["skip_bad"]),
-        limit=replace(to_choice(limit), shard=None),  # each task names its own share
+        limit=replace(to_choice(limit), shard=None),
         max_pixels=feed.max_pixels,
     )
     return ClusterJob(
@@ -395,7 +399,7 @@ def _open_share(job: ClusterJob, share: Share) -> Feed:
         _last_feed.job_key = job.key
         _last_feed.feed = feed
     complete_feed: Feed = _last_feed.feed
-    # the same part of the images that this machine sees; a share holds their number and names
+    # a share has the number of all images and the digest of their names: they must be equal here
     share_here = complete_feed.get_share((share.number, share.of))
     if share_here != share:
         raise FeedError(

@@ -145,6 +145,8 @@ class _InputPath:
 
         They are those of a BatchNormalization, which is the layer or follows it, else the bias of a
         Conv. None if there is neither, or if other nodes read the path too.
+
+        `layer`: a node of `_LAYER_OPS` that ONNX defines (`is_standard`).
         """
         if len(self.nodes) > MAX_NODES_BEFORE_LAYER or not self._is_only_reader(layer):
             return None
@@ -287,8 +289,6 @@ def _inputs_with_values(samples: Samples) -> dict[str, list[Array]]:
 
 def _is_constant(values: Array) -> bool:
     """Whether an array holds one value, or many values that hardly differ from it."""
-    if not values.size:
-        return True
     low, high = _extremes([values])
     if values.size < MIN_VALUES:
         return high - low <= 0
@@ -319,13 +319,15 @@ def _constant_warning(values: Sequence[Array]) -> str:
 def _check_layer(
     model: onnx.ModelProto, name: str, values: Sequence[Array], preprocess: Preprocess | None
 ) -> str:
-    """Return a warning if an input is unlike that in training, as its first layer shows, or "".
+    """Return a warning if the values of an input are unlike those in training; or "".
+
+    The first layer that reads the input shows it, by its statistics or its bias.
 
     Args:
         model: the model before cleaning, with its BatchNormalizations.
         name: name of the input.
-        values: its arrays, one for each sample.
-        preprocess: how they were prepared; None for arrays.
+        values: the arrays of this input, one for each sample.
+        preprocess: how the images were prepared that these arrays are; None for other arrays.
     """
     layer = find_first_layer(model, name)
     if layer is None:
@@ -379,6 +381,7 @@ def _compare_with_training(
     # if the data is far from training, see whether another usual normalization brings it close
     distance = _median_divergence(data, training)
     if distance > MIN_MISFIT:
+        # a normalization that is right makes the data both near to training and much nearer
         max_distance = min(MAX_FIT, distance / MIN_FIT_RATIO)
         current_preset = preprocess or _guess_preset(values)  # by which `values` are normalized
         for description, arrays in _normalize_by_presets(values, current_preset):

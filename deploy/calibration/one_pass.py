@@ -523,8 +523,8 @@ def _observe_preliminary(
 def count_workers(observations: Iterable[Observation], model: onnx.ModelProto, threads: int) -> int:
     """Return how many worker threads fit into memory, at most `threads`.
 
-    A worker holds the observed tensors of a sample and a histogram of each. The estimate is low, so
-    only what cannot fit is refused.
+    A worker holds the observed tensors of a sample and a histogram of each. It needs more than is
+    counted here, so only what surely does not fit is refused.
 
     Args:
         observations: what is recorded.
@@ -539,12 +539,14 @@ def count_workers(observations: Iterable[Observation], model: onnx.ModelProto, t
     if not observations or memory_size is None:  # nothing to hold, or the memory is unknown
         return threads
 
+    # a variant is a form of the model; a worker runs a sample through one after the other, so it
+    # holds the tensors of one variant at a time
     value_counts = _count_values(observations, model)
     bytes_by_variant: Counter[str] = Counter()
     for observation in observations:
         value_count = value_counts.get(observation.tensor, 0)
         bytes_by_variant[observation.variant.key] += _FLOAT_BYTES * value_count
-    required_bytes = max(bytes_by_variant.values())  # a worker runs one variant after the other
+    required_bytes = max(bytes_by_variant.values())
     if required_bytes > memory_size:
         largest = max(value_counts, key=lambda name: value_counts[name])
         raise CalibrationError(
@@ -585,15 +587,18 @@ def refuse_full_disk(folder: Path, model: onnx.ModelProto, target_count: int) ->
 def _count_values(observations: Iterable[Observation], model: onnx.ModelProto) -> dict[str, int]:
     """Return tensor -> minimum number of values per sample.
 
-    It is 1 for a tensor of unknown shape. Tensors with an open size beside the batch are left out.
+    It is 1 for a tensor of unknown shape. Tensors with a size of 0, or an open size beside the
+    batch, are left out.
     """
     shapes = Graph(model).shapes
     value_counts = {}
     for observation in observations:
-        batch, *sizes = shapes.get(observation.tensor) or (1,)
-        if not isinstance(batch, int):  # a batch that is open
+        # a tensor of unknown shape, or a scalar, whose shape is (), counts as one value
+        batch, *other_sizes = shapes.get(observation.tensor) or (1,)
+        if not isinstance(batch, int):  # it is open: one sample at least
             batch = 1
-        known_sizes = [size for size in (batch, *sizes) if isinstance(size, int) and size > 0]
-        if len(known_sizes) == 1 + len(sizes):
+        sizes = (batch, *other_sizes)
+        known_sizes = [size for size in sizes if isinstance(size, int) and size > 0]
+        if len(known_sizes) == len(sizes):
             value_counts[observation.tensor] = prod(known_sizes)
     return value_counts

@@ -62,8 +62,7 @@ class ReferenceOutputs:
         self.runs = 0
         self._open = open_session
         self._names = tuple(names)
-        self._stored_keys = frozenset(keys)
-        self._cache = SampleCache(self._stored_keys, max_bytes=MOST_BYTES)
+        self._cache = SampleCache(frozenset(keys), max_bytes=MOST_BYTES)
         self._session = session
         self._lock = threading.Lock()
 
@@ -76,15 +75,13 @@ class ReferenceOutputs:
             key: key of the sample.
             values: name -> array of a run; tensors that are not outputs are ignored.
         """
-        if key not in self._stored_keys:
-            return
         outputs: dict[str, Array] = {}
         for name in self._names:
             value = values.get(name)
             if value is None or value.dtype.kind not in _NUMERIC_KINDS:
                 return
             outputs[name] = value
-        self._cache.add(key, outputs)
+        self._cache.add(key, outputs)  # which ignores the keys of other samples
 
     def __contains__(self, key: object) -> bool:
         """Whether a sample's outputs are stored."""
@@ -154,7 +151,8 @@ def _with_float32_quantizers(model: Path | onnx.ModelProto) -> Path | onnx.Model
 
     nodes: list[onnx.NodeProto] = []
     for node in copy.graph.node:
-        # the inputs are the values, their scale and the zero point; the first two have one type
+        # the inputs are the values, their scale and the zero point. The first two have one type,
+        # and the scale is a constant, which shows it
         if node.op_type == "QuantizeLinear" and node.input[1] in float16_constants:
             for index, name in enumerate(node.input[:2]):
                 node.input[index] = f"{node.output[0]}/{name}/float32"

@@ -107,9 +107,7 @@ def as_policy(cache: Path | str | CachePolicy | None) -> CachePolicy:
     """Return the policy of a cache path; for None, one that stores nothing."""
     if isinstance(cache, CachePolicy):
         return cache
-    if cache is None:
-        return CachePolicy()
-    return CachePolicy(path=Path(cache))
+    return CachePolicy(path=None if cache is None else Path(cache))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,8 +163,9 @@ def check_cache(
 ) -> CacheDecision:
     """Decide which observations are reused from the cache, and which are missing.
 
-    The first cache is `policy.source`, that of another build, or without one the run's own. If it
-    lacks some, other caches are tried, and the one that lacks least is used.
+    The first cache is `policy.source`, that of another build; if that is None, `policy.path`, the
+    one that the run writes. If it lacks some, other caches are tried, and the one that lacks least
+    is used.
 
     Args:
         policy: where the cache is, and when it may be reused.
@@ -316,17 +315,18 @@ def _match_cache(
 
     # look up the observations, and the needs of their variants, in the cache
     usable_observations: Iterable[Observation] = with_needs(observations)
-    if "order" in changes:  # the same images in another order
+    if "order" in changes:  # the images have another order
         usable_observations = [
             observation for observation in usable_observations if not observation.is_order_dependent
         ]
     observed = stored.observed(usable_observations)
-    # an observation that is found is not made again, so the needs of its variant are not missing
+    # now without the needs of variants of which all observations are stored: they are not run
     missing = observed.missing(with_needs(observations, observed))
     reason = _describe_match(stored, changes, missing)
     reason += _describe_other_versions(stored.fingerprint, fingerprint)
     if stop_rule is not None:
-        # what is missing may be stable after another number of samples, so all is observed again
+        # the rule may end the observation of what is missing at another number of samples than that
+        # of the cache, so all is observed again
         if missing:
             reason += "; what is observed until it is stable is observed at once"
             raise CacheError(reason)
@@ -346,7 +346,8 @@ def _describe_match(
         changes: part of the fingerprint -> how it changed, as a clause.
         missing: observations to make.
     """
-    # what is stored and yet missing depends on the order of the images, which changed
+    # an observation is stored and yet missing only if it depends on the order of the images, and
+    # that changed: then `changes` has the part "order" (`_match_cache`)
     order_dependent_count = sum(observation.key in stored.keys for observation in missing)
     if order_dependent_count:
         return f"{changes['order']}, and {order_dependent_count} observations go by it"
@@ -506,25 +507,27 @@ def _select_retained(keys: Iterable[Key], observed: ObservedStatistics) -> list[
 
 
 def _make_cache_text(subject: CalibrationSubject, ranges: Ranges) -> bytes:
-    """Return TensorRT's cache text: a scale for each tensor of the model whose range was searched.
+    """Return TensorRT's cache text: a scale for each tensor of the model that has a histogram.
 
-    If no target of this run searches ranges, the scales are those of the largest observed values.
-    Names that the format cannot hold are left out.
+    It is that of the range which the method finds in the histogram. If no target of this run needs
+    such histograms, the scales are those of the largest observed values. Names that the format
+    cannot hold are left out.
     """
     graph = subject.model.graph
     tensors = [value.name for value in graph.input]
     for node in graph.node:
         tensors += node.output
-    observations = subject.histogram_observations(tensors)  # those that the method would search
+    observations = subject.histogram_observations(tensors)  # of all tensors, observed or not
     range_set = ranges.find(
         observation for observation in observations if observation.key in ranges.observed
     )
-    # the header names a calibrator of TensorRT: that of the largest values, or the usual one
+    # the header names a calibrator of TensorRT: that of the largest values if all ranges are, also
+    # if there are none, see below; else the usual one
     algorithm = trt_cache.ENTROPY2
     if all(clip_range.method == "minmax" for clip_range in range_set.scales.values()):
         algorithm = trt_cache.MINMAX
     scales = range_set.symmetric  # tensor -> scale of its range on TensorRT's int8 grid
-    if not scales:
+    if not scales:  # no histogram was observed
         scales = _observed_scales(ranges.observed)
     writable_scales = {
         name: scale for name, scale in scales.items() if trt_cache.can_hold_name(name)

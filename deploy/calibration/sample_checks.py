@@ -157,7 +157,8 @@ def describe_outliers(outliers: Iterable[Outlier], names: Mapping[str, str]) -> 
         outliers: samples that stand out, each in one tensor; a sample may be there several times.
         names: sha256 (hex) of an image or row -> its name.
     """
-    outliers_by_digests: dict[tuple[str, ...], list[Outlier]] = {}  # sample -> its tensors
+    # digests of a sample's images, which identify it -> its outliers, one for each tensor, by ratio
+    outliers_by_digests: dict[tuple[str, ...], list[Outlier]] = {}
     for outlier in sorted(outliers, key=lambda outlier: (-outlier.ratio, outlier.digests)):
         outliers_by_digests.setdefault(outlier.digests, []).append(outlier)
 

@@ -84,7 +84,7 @@ class StoredStatistics:
         with self._open() as archive:
             for observation in observations:
                 key = observation.key
-                if key in index_by_key and key not in observed:
+                if key in index_by_key and key not in observed:  # stored, and not unpacked yet
                     arrays = unpack_arrays(archive, index_by_key[key])
                     observed[key] = observation.statistic.restore(arrays)
         return observed

@@ -133,7 +133,7 @@ class VariantRunner:
     """Runs one form of the model in the pass over the samples.
 
     Attributes:
-        key: name of the variant.
+        key: name of the form of the model (variant).
         tap: session whose outputs are the observed tensors.
         histogram_observations: those by a histogram of all samples in any order.
         other_observations: those by other statistics.
@@ -155,33 +155,34 @@ class VariantRunner:
         sample: Sample,
         on_outputs: OutputCallback | None,
     ) -> list[Waiting]:
-        """Run one sample and record what does not depend on the order of samples.
+        """Run one sample; record those of its statistics that may be recorded in any order.
 
         Args:
-            session: that of the tap, in this thread.
-            recorders: where statistics that do not depend on the order are recorded.
+            session: the session of the tap, with the output buffers of this thread.
+            recorders: this variant's recorders of these statistics; no other thread uses them now.
             peaks: receives the largest |x| of each tensor.
             sample_number: counted from 1.
             sample: input -> array.
-            on_outputs: called with (sample number, outputs, and possibly more) if this is the
-                cleaned model itself and not another form of it.
+            on_outputs: called with (sample number, outputs of the session: those of the model, and
+                possibly observed tensors), if this variant is the cleaned model itself.
 
         Returns:
-            The values that wait until the samples before them are recorded.
+            The values for the other statistics, to be recorded in the order of the samples.
         """
         try:
             outputs = session.run(sample)
         except BackendError as error:
             raise BackendError(f"could not run a sample: {error}") from error
-        if on_outputs is not None and self.key == FOLDED:  # the cleaned model itself
+        if on_outputs is not None and self.key == FOLDED:
             on_outputs(sample_number, outputs)
 
-        values = self.tap.select(sample, outputs)  # valid until the next run
+        values = self.tap.select(sample, outputs)  # tensor -> array, valid until the next run
         histogram_values = [
             values[observation.tensor] for observation in self.histogram_observations
         ]
         recorders.count_in_histograms(sample_number, histogram_values)
         waiting = recorders.record_others(sample_number, values)
+        # after the histograms have counted: each has found its tensor's largest |x| by the way
         self._add_peaks(peaks, sample_number, recorders.group.histograms, values)
         return waiting
 

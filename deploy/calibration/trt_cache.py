@@ -318,7 +318,8 @@ def _parse_entry(text: str, end: str, *, line: int, origin: str) -> Entry:
 
     Args:
         text: the line without its line break.
-        end: its line break; "" if it has none, which only the last line may lack.
+        end: its line break, LF with or without CR before it; a last line that was cut off has only
+            the CR, or "".
         line: number of the line, for errors.
         origin: name of the file, for errors.
 
@@ -327,8 +328,8 @@ def _parse_entry(text: str, end: str, *, line: int, origin: str) -> Entry:
     """
     name, _, digits = text.rpartition(": ")  # at the last one: a name may contain ": "
     is_valid = bool(name and _HEX.fullmatch(digits))
-    # a line without line break may have lost digits, and "3d8" is still a number; all usual scales
-    # have 8 digits, or are "0"
+    # a line without line break may have lost digits, and "3d8" is still a number. It is taken as
+    # complete only if it has 8 digits, or is "0": so are all usual scales
     is_complete = is_valid and (len(digits) == 8 or digits == "0")
     if "\n" not in end and not is_complete:
         raise CacheError(

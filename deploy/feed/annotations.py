@@ -80,7 +80,8 @@ class Annotations:
         for name, objects in self.pictures.items():
             classes = [class_by_category[category] for category in objects.categories.tolist()]
             pictures[name] = replace(objects, categories=np.array(classes, np.int64))
-        return replace(self, pictures=pictures, categories=None)  # None: class numbers
+        # None: the objects' `categories` are class numbers of the model, no ids any more
+        return replace(self, pictures=pictures, categories=None)
 
     def match_images(self, names: Iterable[str], source_names: Iterable[str]) -> Annotations:
         """Return the annotations of images, by the images' paths.
@@ -155,28 +156,30 @@ def _group_by_file(paths: Iterable[str]) -> dict[str, list[str]]:
 def _match_paths(
     images: Sequence[str], paths: Sequence[str]
 ) -> dict[str, tuple[Sequence[str], Sequence[str]]]:
-    """Return which paths of annotations fit an image, all of the same file name.
+    """Return which paths of annotations may be of an image; all are of the same file name.
 
-    A path fits the image with which it shares the longest end, if no other path shares a longer
-    end with the image::
+    An end of a path is its last parts, such as a/0.jpg of x/a/0.jpg. A path may be of the image
+    with which it shares the longest end, if no other path shares a longer end with that image::
 
         images     a/0.jpg    b/0.jpg    c/0.jpg, which has no annotations
         paths    x/a/0.jpg  x/b/0.jpg
 
     Returns:
-        image -> (images and paths with this end), one of each if the match is certain.
+        image -> (all images, all paths with the end that it shares with a path): one of each if the
+        match is certain, several if it is not. Images without a path are left out.
     """
     images_by_end = _group_by_end(images)
     paths_by_end = _group_by_end(paths)
-    ends_of_paths = {_longest_end(path, images_by_end) for path in paths}
+    # the longest end that each path shares with an image
+    path_ends = {_longest_end(path, images_by_end) for path in paths}
     path_counts = Counter(paths)
     matches: dict[str, tuple[Sequence[str], Sequence[str]]] = {}
     for image in images:
         end = _longest_end(image, paths_by_end)
-        if end not in ends_of_paths:  # these paths are those of other images
+        if end not in path_ends:  # the paths with this end share longer ones with other images
             continue
         matches[image] = images_by_end[end], paths_by_end[end]
-        if path_counts[image] == 1:
+        if path_counts[image] == 1:  # an equal path is certain, although others may end in it
             matches[image] = [image], [image]
     return matches
 
@@ -323,7 +326,8 @@ def _read_yaml_labels(path: Path) -> Annotations:
     files = resolve_files(path, split="val").file_list
     image_paths = [os.path.abspath(file.path) for file in files]
     label_paths = list(map(_label_path, image_paths))
-    image_of_label = dict(zip(label_paths, image_paths, strict=True))  # an image may come twice
+    # label file -> its image; an image that the list names twice is one entry
+    image_of_label = dict(zip(label_paths, image_paths, strict=True))
     labelled_images = {
         path: image_of_label[path] for path in filter(os.path.exists, image_of_label)
     }

@@ -89,8 +89,9 @@ def open_array_files(files: FileList, specs: Specs, title: str, *, skip_bad: boo
 def _paths_by_input(file: ImageFile, specs: Specs) -> Mapping[str, Path]:
     """Return input name -> its file; or "" -> the file of all inputs.
 
-    `file`: a line of a list: one file, or one for each input, separated by spaces. Its path is the
-    list's folder followed by the complete line.
+    `file`: a line of a list, which names one file, or one for each input, separated by spaces. Its
+    `name` is the complete line, and its `path` the list's folder with this name, so in the second
+    case no path of a file.
     """
     names = file.name.split()
     if len(names) == 1 or file.path.exists():  # a single file may have spaces in its name
@@ -100,7 +101,7 @@ def _paths_by_input(file: ImageFile, specs: Specs) -> Mapping[str, Path]:
             f"{printable_name(file.name)} must name one file of all inputs or one for each of"
             f" {[spec.name for spec in specs]}, got {len(names)}"
         )
-    folder = Path(str(file.path).removesuffix(file.name))
+    folder = Path(str(file.path).removesuffix(file.name))  # of the list
     return {spec.name: folder / name for spec, name in zip(specs, names, strict=True)}
 
 
@@ -315,9 +316,9 @@ def _load_raw(path: Path, specs: Specs) -> Array:
             " it (--raw-shape), or write .npy files, which store theirs"
         )
 
-    refuse_irregular(path, what="a file of values", error=FeedError)
+    refuse_irregular(path, what="a file of values", error=FeedError)  # numpy opens it, below
     dtype = np.dtype(spec.dtype).newbyteorder("<")
-    sample_bytes = prod(sample_shape) * dtype.itemsize
+    sample_bytes = prod(sample_shape) * dtype.itemsize  # a model's fixed sizes are 1 or more
     file_bytes = path.stat().st_size
     if not file_bytes or file_bytes % sample_bytes:
         raise FeedError(

@@ -121,7 +121,7 @@ def may_lack_batch(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) 
     if not open_inputs:
         return False
     known_shapes = [output.shape for output in outputs if output.shape]
-    # only an open dimension fits 0 samples: a fixed one is never 0
+    # an output can hold 0 samples only by an open dimension: a fixed one is never 0
     if known_shapes and not any(_may_hold_samples(shape, 0) for shape in known_shapes):
         return True
     return all(_may_be_points(spec.shape) for spec in open_inputs)

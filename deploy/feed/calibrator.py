@@ -115,8 +115,8 @@ class CalibratorBatches:
             FeedError: see `read_batch`.
         """
         address, window = self._find_window(spec, pointer)
-        # First the dtype: if the memory has none, it follows from the number of bytes, taken for a
-        # complete batch. Then the number of samples: it follows from the size of one in that dtype
+        # the dtype comes first: it is the memory's, or that in which the bytes there are a complete
+        # batch. Then the bytes of a sample show how many samples there are
         expected_count = self._expected_batch_size if spec.has_batch else 1
         sample_shape = self._find_sample_shape(spec, window)
         sample_size = prod(sample_shape)
@@ -324,7 +324,9 @@ class CalibratorScript:
         return f"the calibrator {self.spec}"
 
     def source(self, specs: Specs, limit: int | None) -> ArraySource:
-        """Read at most `limit` samples, None for all; a second call creates the calibrator again.
+        """Read the samples, at most `limit` of them; None for all.
+
+        A calibrator gives its batches only once, so a second call creates it again.
 
         Raises:
             FeedError: the user's code failed, or its arrays do not fit the inputs; or it does not
@@ -397,8 +399,8 @@ class CalibratorScript:
         input_names = [spec.name for spec in specs]
         pointers = self._call(self._get_pointers, input_names)
         is_sequence = isinstance(pointers, list | tuple | np.ndarray)
-        got = len(pointers) if is_sequence else type(pointers).__name__
-        if pointers is None or got == 0:  # both end the data, as in TensorRT
+        got = len(pointers) if is_sequence else type(pointers).__name__  # for the message, too
+        if pointers is None or got == 0:  # None and an empty list end the data, as in TensorRT
             return None
         if got != len(specs):
             raise FeedError(

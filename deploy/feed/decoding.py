@@ -244,7 +244,7 @@ class _StderrCapture:
                 lines += self._end_capture(size_before)
 
     def _end_capture(self, size_before: int) -> list[str]:
-        """End a capture; return the lines printed since it began.
+        """End a capture; return the lines printed since it began. The caller holds the lock.
 
         The last capture to end restores the C library's stderr, and empties the temporary file.
 
@@ -254,6 +254,7 @@ class _StderrCapture:
         if not self._active_count:
             self._stderr_variable.value = self._original_stream
         size = os.fstat(self._file_descriptor).st_size
+        # the file may be shorter now: a forked process shares it, and may have emptied it
         count = min(max(size - size_before, 0), _MAX_OUTPUT_BYTES)
         output = os.pread(self._file_descriptor, count, size_before)
         if not self._active_count and size:

@@ -123,7 +123,8 @@ ImageLabels = Sequence[int] | FileList | Annotations | str
 """Labels of evaluation images: class numbers, the lines of a file, objects, or `BY_FOLDER`."""
 
 BY_FOLDER = "folders"
-# a line of labels: "photo.png 3", "photo.png,3" or "3"
+# a line of labels: "photo.png 3", "photo.png,3" or "3"; its groups are the text before the class
+# number, if any, the separator after that text, and the number
 _LABELLED_LINE = re.compile(r"(?:(.*)([\s,]))?(\d{1,9})", re.ASCII)
 
 
@@ -154,10 +155,12 @@ def read_labels(path: Path | str) -> FileList | Annotations | str:
         labelled_line = _LABELLED_LINE.fullmatch(line.strip())
         if labelled_line is not None:
             text, separator, label = labelled_line.groups(default="")
-            # a table may have other columns before the name
-            name = text.rpartition(",")[2] if separator == "," else text.rstrip(" ,")
+            name = text.rstrip(" ,")  # may have spaces and commas in it
+            if separator == ",":  # a table, which may have other columns before the name
+                name = text.rpartition(",")[2]
             labelled_files.add(name.strip(' "'), int(label))
-        elif columns and (number > 1 or len(columns) == 1):  # neither empty nor a table's header
+        # an empty line is skipped, and so is the header of a table: a first line of several words
+        elif columns and (number > 1 or len(columns) == 1):
             raise FeedError(
                 f"a label is a class number, line {number} of {path} ends in other text;"
                 " number the classes from 0, as the model's outputs are"
@@ -195,14 +198,14 @@ def apply_labels(
     """Give the evaluation images their labels: set class numbers on the feed, return objects.
 
     Args:
-        labels: None for none; with `BY_FOLDER` the feed has its class numbers already, from
-            `Dataset.open`.
+        labels: one of the forms of `ImageLabels`; None without labels. With `BY_FOLDER` the feed
+            has its class numbers already, from `Dataset.open`.
         evaluation: the evaluation images; None without any.
         class_names: class number of the model -> name, by which categories are matched; None
             without names.
 
     Returns:
-        The objects in pixels of the model's input; None if `labels` are anything but objects.
+        The annotated objects, in pixels of the model's input; None for all other labels.
 
     Raises:
         ConfigError: there are no evaluation images, or they are no images.
@@ -214,9 +217,9 @@ def apply_labels(
         raise ConfigError("labels are of evaluation images, got none; give --eval-images")
     if isinstance(labels, str):  # `BY_FOLDER`
         return None
-    if isinstance(labels, FileList):
+    if isinstance(labels, FileList):  # becomes class numbers, in the order of the images
         labels = _order_labels(labels, evaluation.entry_names, evaluation.source_names)
-    if not isinstance(labels, Annotations):
+    if not isinstance(labels, Annotations):  # class numbers
         evaluation.set_labels(labels)
         return None
 
@@ -241,8 +244,9 @@ def _order_labels(
     none. If images in several folders have the same file name, names must start with the folders
     that tell them apart.
 
-    The n-th line belongs to the n-th image if no line names an image, and if some lines have no
-    name or the same one, such as that of a class.
+    If no line names an image, the n-th line belongs to the n-th image, unless all lines have names
+    that differ: these are probably misspelt names of images, and refused. Other names may be those
+    of classes.
 
     Args:
         lines: name (may be "") and class number of each line.
@@ -252,27 +256,27 @@ def _order_labels(
     Raises:
         FeedError: lines name images, but an image is named by no line or by several.
     """
-    source_parts = {PurePath(name).parts for name in source_names}
-    # an image's key is the end of its path: as many parts as make the keys of all images differ,
-    # 1 if the file names do
+    # an image's key, by which lines name it, is the end of its path: its file name, with as many
+    # folders before it as make the keys of all images differ
+    source_paths = {PurePath(name).parts for name in source_names}
     part_count = 1
-    while len({parts[-part_count:] for parts in source_parts}) < len(source_parts):
+    while len({parts[-part_count:] for parts in source_paths}) < len(source_paths):
         part_count += 1
     image_keys = [PurePath(name).parts[-part_count:] for name in image_names]
     line_keys = [PurePath(name).parts[-part_count:] for name in lines.names]  # () without a name
     class_numbers = lines.labels or ()
     label_by_key = dict(zip(line_keys, class_numbers, strict=True))
 
+    # if a line names an image without its suffix, all lines must
     stem_keys = [(*folders, PurePath(file_name).stem) for *folders, file_name in image_keys]
-    if not label_by_key.keys().isdisjoint(stem_keys):  # the lines name images without their suffix
+    if not label_by_key.keys().isdisjoint(stem_keys):
         image_keys = stem_keys
 
-    if line_keys == image_keys:
+    if line_keys == image_keys:  # in one order, so that an image may even come twice
         return class_numbers
-    # if all names differ, they are probably misspelt names of images, and refused below
-    each_line_has_own_name = () not in label_by_key and len(label_by_key) == len(line_keys)
-    names_no_image = label_by_key.keys().isdisjoint(image_keys)
-    if names_no_image and not each_line_has_own_name:
+    # no line names an image: the lines are in the order of the images, see above
+    has_distinct_names = () not in label_by_key and len(label_by_key) == len(line_keys)
+    if label_by_key.keys().isdisjoint(image_keys) and not has_distinct_names:
         return class_numbers
 
     line_counts = Counter(line_keys)
@@ -292,7 +296,7 @@ def _note_unlabelled(annotations: Annotations, evaluation: Feed) -> str:
     Raises:
         FeedError: no image has one.
     """
-    if annotations.unlabelled is None:  # each image must have annotations, which was checked
+    if annotations.unlabelled is None:  # so each image has annotations: `apply_labels` checked it
         return ""
     unlabelled_names = [name for name in evaluation.names if not annotations.has_picture(name)]
     if not unlabelled_names:
@@ -353,18 +357,19 @@ def _objects_in_input(
     Args:
         annotations: of all images of the feed.
         feed: the images.
-        sizes: name of an image -> its (height, width), if its annotation states another or none.
+        sizes: name of an image -> its (height, width), where its annotation states another size or
+            none; an image that is not in here has the annotated size.
         number: of the image, from 0, among those that are not known to be bad.
     """
     name = feed.good_name(number)
     preprocess = feed.preprocess
     assert preprocess is not None  # `apply_labels` refuses annotations of arrays
     annotation = annotations.find_objects(name)
-    # where annotations have no size, their boxes are shares of the sides
+    # boxes are in pixels of the annotated image; or, if there is no size, shares of the sides
     annotated_height, annotated_width = annotation.size or (1, 1)
     size = sizes.get(name, (annotated_height, annotated_width))
     height, width = size
-    # from pixels of the annotated image, or shares, to pixels of the image, then of the input
+    # to pixels of the image, then of the input
     x_scale = width / annotated_width
     y_scale = height / annotated_height
     boxes = annotation.boxes * np.array([x_scale, y_scale, x_scale, y_scale])

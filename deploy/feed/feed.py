@@ -171,13 +171,13 @@ class Dataset:
     def _resolve_recurrence(
         self, specs: Sequence[TensorSpec], recurrence: Recurrence | None
     ) -> Recurrence | None:
-        """Return how the model feeds itself states; None if it has none.
+        """Return how the model feeds itself states; None if it has none, or is not to be run.
 
         If the user names states, they replace those that names and shapes show.
 
         Args:
             specs: the model's inputs, with what their first dimension is.
-            recurrence: see `open`; None if the model is not to be run, which computes no states.
+            recurrence: see `open`; None if the model is not to be run: then none can be computed.
 
         Raises:
             ConfigError: the states are no dict, or not those of a float model that can be run.
@@ -220,10 +220,10 @@ class _SourceOpener:
     def probe_first_sample(
         self, source: FeedSource, files: SourceFiles | None
     ) -> tuple[bool, FeedSource]:
-        """Look at the first sample; return (whether it holds all inputs `specs`, the source).
+        """Look at the first sample of a model with states; return (whether it holds them, source).
 
-        The returned source gives the first sample again, also if the given one can be read only
-        once, such as a generator.
+        It holds them if it holds all inputs, `specs`. The returned source gives the first sample
+        again, also if the given one can be read only once, such as a generator.
 
         `files`: the files of the source; None if it is a Python object.
         """
@@ -231,11 +231,11 @@ class _SourceOpener:
             return True, source
         if files is None:
             return first_item_fits(source, self.specs)
-        if not files.are_arrays:  # an image is one input, and the model has several
+        if not files.are_arrays:  # an image is a single input, no state
             return False, source
-        try:  # errors in other files are reported when all are opened
+        try:  # errors in other files than the first are reported when all are opened
             self._open_arrays(files, self.specs, skip_bad=True).load(0)
-        except FeedError:
+        except FeedError:  # it lacks the states, or is damaged, which is reported then, too
             return False, source
         return True, source
 
@@ -513,7 +513,7 @@ def _resolve_source_files(source: FeedSource, split: Split) -> SourceFiles | Non
         source = source.path
     if isinstance(source, str | os.PathLike):
         refuse_no_path(source)
-        add_input_file(Path(source))
+        add_input_file(Path(source))  # it may be a list; the files are added when they are opened
         return resolve_files(Path(source), split=split)
     if isinstance(source, list | tuple):
         return resolve_path_list(source)

@@ -31,10 +31,11 @@ def jpeg_segments(data: bytes) -> Iterator[tuple[int, int, bytes]]:
 
     The body of a truncated segment is shorter than the segment's length field.
     """
-    offset = 2
+    offset = 2  # after the marker of a JPEG's beginning
     while offset + 4 <= len(data):
         marker = data[offset + 1]
-        if data[offset] != 0xFF or marker in (0xFF, 0x00):  # padding, or no marker
+        # no marker begins here: other data, or FF that fills up to one, or FF 00 of coded data
+        if data[offset] != 0xFF or marker in (0xFF, 0x00):
             offset += 1
         elif marker in _MARKERS_WITHOUT_LENGTH:
             offset += 2

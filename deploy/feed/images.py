@@ -67,6 +67,7 @@ def walk_files(folder: Path, is_selected: Callable[[str], bool]) -> list[str]:
             folders.clear()  # `os.walk` enters what is in this list
             continue
         visited_folders.add(real_path)
+        # sorted, so that of several paths to a folder the same one is the first on every machine
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         subfolder = os.path.relpath(root, folder)
         prefix = "" if subfolder == "." else f"{subfolder}/"
@@ -154,13 +155,14 @@ def _parse_line(list_path: Path, number: int, line: str) -> tuple[str, int | Non
     name, last_word = name_and_last_word
     if re.fullmatch(r"\d{1,9}", last_word, re.ASCII):
         return name, int(last_word)
+    # the last word is neither a label nor the file of another input
     if os.path.isfile(folder / name) and not os.path.isfile(folder / last_word):
         raise FeedError(
             f"a label must be a whole number from 0, got {last_word!r} on line {number} of"
             f" {printable_name(list_path)}; number the classes in the order of the model's"
             " outputs"
         )
-    return line, None  # several files, or one that is missing
+    return line, None  # one path per input, or a single file that is missing
 
 
 def read_image_file(file: ImageFile) -> bytes:

@@ -170,8 +170,9 @@ def open_iterable(
         source: the items.
         specs: the model's inputs.
         name: of the source in messages.
-        has_end: whether it is known to end, as an object with a length does.
-        limit: maximum number of samples if it is not known to end; None for all.
+        has_end: whether it is known to end, as an object with a length does. Then it is read
+            completely, and the caller chooses among all of its samples.
+        limit: maximum number of samples of a source that is not known to end; None for all.
 
     Raises:
         FeedError: an item does not fit the inputs, there are no samples, or over `MAX_SAMPLES` of
@@ -181,26 +182,26 @@ def open_iterable(
     items: list[Item] | ItemStore = [] if is_in_memory else ItemStore()
     counter = SampleCounter(specs)
     further_values = _FurtherValues()
+    if has_end:
+        limit = None  # from here on, None stands for all samples
     for index, value in enumerate(source):
         item_name = f"item {index} of {name}"
         matched = match_inputs(value, specs, item_name)
         sample_count = counter.add(matched.arrays, item_name)
         further_values.add(matched, sample_count)  # they may be labels
         items.append(matched.arrays)
-        # a source that ends is read completely: the samples are chosen among all of them
         if not has_end and _is_enough(counter.total, limit, name):
             break
 
     # the last item may hold more samples than the limit allows: only its first ones are used
-    used_count = counter.total
-    if limit is not None and not has_end:
-        used_count = min(used_count, limit)
+    used_count = counter.total if limit is None else min(counter.total, limit)
     if not used_count:
         raise FeedError(f"{name} must give samples, got none")
     item_ends = (*counter.item_ends[:-1], used_count)
-    labels, notes = further_values.find_labels(counter.total)  # of all samples that were read
+    # the labels are those of all samples that were read; unused ones are dropped below
+    labels, notes = further_values.find_labels(counter.total)
     if not is_in_memory:
-        first_text = "the first " if used_count == limit and not has_end else ""
+        first_text = "the first " if used_count == limit else ""
         notes.append(
             f"{name} was read once into a temporary file ({first_text}{used_count} samples)"
         )
@@ -259,7 +260,8 @@ def match_inputs(value: object, specs: Specs, item_name: str) -> MatchedItem:
         array                       the only input
         (array, ...), [array, ...]  the inputs in order; a single further element may be labels
         ({name: array}, ...)        a mapping, as below; a single further element may be labels
-        {name: array, ...}          the inputs by name; a value of `LABEL_KEYS` may be labels
+        {name: array, ...}          the inputs by name; the value of one of `LABEL_KEYS`, the first
+                                    that is there, may be labels
 
     Args:
         value: the item; nested lists of numbers are an array.
@@ -272,8 +274,10 @@ def match_inputs(value: object, specs: Specs, item_name: str) -> MatchedItem:
     elements: Sequence[Any] = [value]
     if isinstance(value, tuple | list) and not _is_nested_numbers(value):
         elements = value
+    # the values that are no inputs, by their names in messages: 'mask' of a mapping, with the
+    # quotes, or value 2 of a tuple
     further_values: dict[str, object] = {}
-    label_name = ""
+    label_name = ""  # the name of that which may be labels
     is_named = bool(elements) and isinstance(elements[0], Mapping)
     if is_named:
         mapping = elements[0]
@@ -283,14 +287,14 @@ def match_inputs(value: object, specs: Specs, item_name: str) -> MatchedItem:
                 further_values[repr(str(name))] = further_value
         label_names = (repr(key) for key in LABEL_KEYS if repr(key) in further_values)
         label_name = next(label_names, "")
-        input_count = 1  # elements that hold inputs
+        input_elements = 1  # the mapping holds all inputs
     else:
         arrays = _take_in_order(elements, specs, item_name)
-        input_count = len(specs)
+        input_elements = len(specs)
 
-    for position in range(input_count, len(elements)):
+    for position in range(input_elements, len(elements)):
         further_values[f"value {position + 1}"] = elements[position]
-    if len(elements) == input_count + 1:
+    if len(elements) == input_elements + 1:  # has precedence over a value of the mapping
         label_name = f"value {len(elements)}"
     item = {spec.name: add_missing_batch(arrays[spec.name], spec) for spec in specs}
     return MatchedItem(item, is_named, further_values, label_name)
@@ -357,9 +361,10 @@ class _FurtherValues:
     """The values of items that belong to no input: labels if all items have some, or ignored."""
 
     def __init__(self) -> None:
-        self._names: dict[str, None] = {}  # of all values, in order of first use
-        self._label_names: dict[str, None] = {}  # of those that were labels
-        self._labels: list[int] = []
+        # as in `MatchedItem.further_values`, in order of first use; items may have different ones
+        self._names: dict[str, None] = {}
+        self._label_names: dict[str, None] = {}  # of the values that were labels
+        self._labels: list[int] = []  # one for each sample of the items that had labels
         self._is_labelled = True  # until an item has no labels
 
     def add(self, matched: MatchedItem, sample_count: int) -> None:
@@ -409,8 +414,8 @@ def preprocess_items(
 
     Args:
         items: uint8 [H, W, 3] RGB, or [H, W] or [H, W, 1] grey; anything numpy converts to such an
-            array, such as a Pillow image; or several as [N, H, W, C]. A pair of these and labels,
-            or a mapping with a single image.
+            array, such as a Pillow image; or several images as [N, H, W, C]. An item may also be a
+            tuple (these, their labels), or a mapping with one such value and perhaps labels.
         preprocess: resolved.
         dtype: of the model's input.
 
@@ -427,8 +432,8 @@ def preprocess_items(
                 f" {array.dtype} {list(array.shape)}; leave the preprocessing out if the arrays"
                 " are ready to be fed"
             )
-        images = array if array.ndim == 4 else array[None]
-        labels = read_item_labels(label_value, len(images))
+        images = array if array.ndim == 4 else array[None]  # [N, ...]
+        labels = read_item_labels(label_value, len(images))  # None unless one for each image
         for position, image in enumerate(images):
             pixels = preprocess_image(to_opencv_channels(image, preprocess, title), preprocess)
             values = pixels.astype(dtype, copy=False)

@@ -3,9 +3,8 @@
 Notes tell the user where they differ.
 """
 
-import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -75,13 +74,15 @@ def resolve_preprocess(
     Raises:
         ConfigError, FeedError: see `apply_user_options` and `complete_preprocess`.
     """
+    # the preprocessing that the metadata state; None if they state none, or are not followed
     model_preprocess, metadata_notes = _resolve_metadata(metadata_preprocess, spec)
     metadata_title = "" if metadata_preprocess is None else metadata_preprocess.source
+
+    # the user's own: the model's is only compared with it
     if isinstance(requested, str):
         requested = find_preset(requested)
-    # `complete_preprocess` has a note only where nothing is requested, on the default
-    if isinstance(requested, Preprocess):  # complete: the model's is only compared with it
-        preprocess, _ = complete_preprocess(requested, spec)
+    if isinstance(requested, Preprocess):
+        preprocess, _ = complete_preprocess(requested, spec)  # its note is on the default alone
         notes: tuple[str, ...] = ()
         if model_preprocess and not _makes_equal_inputs(preprocess, model_preprocess):
             notes = (
@@ -90,10 +91,11 @@ def resolve_preprocess(
             )
         return ResolvedPreprocess(preprocess, notes=notes)
 
+    # the default, with the user's options
     options = _options(requested)
     if model_preprocess is None:
-        changed_default = None  # `complete_preprocess` then takes the default
-        origin = "calib8's default"  # a note of `complete_preprocess` says what that is
+        changed_default = None  # without options, `complete_preprocess` takes the default itself
+        origin = "calib8's default"
         if options:
             changed_default = apply_user_options(default_preprocess(spec), options)
             origin = ""  # the options count as the user's own preprocessing
@@ -103,8 +105,9 @@ def resolve_preprocess(
             preprocess, origin, has_assumed_scale, notes=(*metadata_notes, *default_notes)
         )
 
+    # the model's, with the user's options
     if "size" in options:  # the model's short side belongs to another size
-        model_preprocess = dataclasses.replace(model_preprocess, short_side=None)
+        model_preprocess = replace(model_preprocess, short_side=None)
     preprocess, _ = complete_preprocess(apply_user_options(model_preprocess, options), spec)
     origin = f"{metadata_title}, but for {', '.join(options)}" if options else metadata_title
     return ResolvedPreprocess(preprocess, origin=origin, notes=metadata_notes)
@@ -159,11 +162,12 @@ def _makes_equal_inputs(first: Preprocess, second: Preprocess) -> bool:
     """
     if (first.channels, first.resize) != (second.channels, second.resize):
         return False
+    # values that count up, from 0 again after 255; higher than wide, so that any border shows
     pattern = np.arange(16 * 8 * first.channels, dtype=np.uint16).astype(np.uint8)
-    image = pattern.reshape(16, 8, first.channels)  # higher than wide, so that any border shows
+    image = pattern.reshape(16, 8, first.channels)
     inputs = []
     for preprocess in (first, second):
-        preprocess = dataclasses.replace(
+        preprocess = replace(
             preprocess,
             size=(16, 16),
             multiple=1,

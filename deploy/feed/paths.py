@@ -236,8 +236,10 @@ def _locate_yaml_images(path: Path, root: str, source: str) -> Path:
     Raises:
         FeedError: there is no such folder or list file.
     """
+    # a text of a YAML file may be no path at all: the system would raise other errors for it
     if _is_file_name(source) and (not root or _is_file_name(root)):
         candidates = []
+        # relative to the file, to the working folder, and without the root
         for folder in (path.parent / root, Path(root), path.parent):
             candidates += [folder / source, folder / source.removeprefix("../")]
         for candidate in candidates:

@@ -5,10 +5,9 @@ The arithmetic is in `deploy.feed.pixels`.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -153,7 +152,7 @@ class Preprocess:
 
         A `multiple` of 1 is left out, so that older caches, written before it, stay equal.
         """
-        data = dataclasses.asdict(self)
+        data = asdict(self)
         if self.multiple == 1:
             del data["multiple"]
         for name, value in data.items():
@@ -179,12 +178,12 @@ name (the model gives the others); or nothing."""
 
 
 def with_options(preprocess: Preprocess, options: Mapping[str, object]) -> Preprocess:
-    """Return `preprocess` with these options, of which those that are None are left out.
+    """Return `preprocess` with these options by name; an option that is None changes nothing.
 
     Raises:
         ConfigError: an unknown name or an invalid value.
     """
-    all_names = [field.name for field in dataclasses.fields(Preprocess)]
+    all_names = [field.name for field in fields(Preprocess)]
     for name in options:
         if name not in all_names:
             raise ConfigError(
@@ -192,7 +191,7 @@ def with_options(preprocess: Preprocess, options: Mapping[str, object]) -> Prepr
                 f" {did_you_mean(name, all_names, 'there are ' + ', '.join(all_names))}"
             )
     set_options: dict[str, Any] = {k: v for k, v in options.items() if v is not None}
-    return dataclasses.replace(preprocess, **set_options)
+    return replace(preprocess, **set_options)
 
 
 def apply_user_options(preprocess: Preprocess, options: Mapping[str, object]) -> Preprocess:
@@ -221,9 +220,10 @@ def default_preprocess(spec: TensorSpec) -> Preprocess:
 def complete_preprocess(
     requested: Preprocess | None, spec: TensorSpec
 ) -> tuple[Preprocess, tuple[str, ...]]:
-    """Return preprocessing whose size, color and layout are set, from the input; and notes.
+    """Return (preprocessing whose size, color and layout are set, notes).
 
-    There is one note, on the default, if nothing is requested.
+    What is not requested follows from the model's input. There is a single note, which describes
+    the default, if nothing is requested; else there is none.
 
     Args:
         requested: what the user or the model's metadata asks for; None for the default.
@@ -247,7 +247,7 @@ def complete_preprocess(
     color = _resolve_color(unresolved.color, channels, spec)
     size = _resolve_size(unresolved, (height, width), spec)
     try:
-        resolved = dataclasses.replace(unresolved, size=size, color=color, layout=layout)
+        resolved = replace(unresolved, size=size, color=color, layout=layout)
     except ConfigError as error:
         raise FeedError(f"{error} (the input is {describe(spec)})") from error
     _check_sides(resolved)
@@ -256,7 +256,7 @@ def complete_preprocess(
         return resolved, ()
 
     pixel_text = _UNIT_PIXELS_TEXT
-    if spec.dtype in INTEGER_DTYPES:
+    if spec.dtype in INTEGER_DTYPES:  # see `default_preprocess`
         pixel_text = f"pixels as they are, for {spec.dtype} (preset 'raw')"
     size_text = f"{color} images stretched to {format_size(size)}"
     return resolved, (f"no preprocessing was given: {size_text}, {pixel_text}",)
@@ -301,7 +301,7 @@ def with_image_size(
             f"a side of an input must have at most {MAX_SIDE} pixels, got {height}x{width} for"
             f" {title} of {image_height}x{image_width}; give a size for all"
         )
-    return dataclasses.replace(preprocess, size=(height, width))
+    return replace(preprocess, size=(height, width))
 
 
 def _refuse_below_crop(preprocess: Preprocess, image_size: Size, title: str) -> None:
@@ -359,9 +359,11 @@ def describe(spec: TensorSpec) -> str:
 def _check_sides(preprocess: Preprocess) -> None:
     """Refuse a size that the other options do not go with; a side of None depends on each image.
 
+    Such sides go with two resizes: with "stretch", one or both; with "fit-height", the width alone.
+
     Raises:
-        ConfigError: a `multiple` without a side that depends on the image, or such a side with a
-            resize that needs both.
+        ConfigError: a side depends on the image and the resize does not allow that; or none does,
+            but there is a `multiple`, which is for such sides.
     """
     height, width = preprocess.size or (None, None)
     if height is not None and width is not None:
@@ -386,7 +388,8 @@ def _refuse_mean_of_raw_pixels(preprocess: Preprocess) -> None:
     """Refuse a mean of raw pixels if scaled pixels are fed: all inputs would be nearly equal."""
     scale = preprocess.scale
     max_value = 255 * scale
-    # pixels of 16 bits are probably meant: they stay as they are, or are divided by more than 255
+    # grey pixels of 16 bits are probably meant if they stay as they are, or are divided by far
+    # more than 255: by more than 510
     if preprocess.deep and (scale == 1 or scale < 0.5 / 255):
         max_value = 65535 * scale
     if max(preprocess.mean) > max_value * (1 + 1e-6):  # rounding may exceed it by less
@@ -434,7 +437,8 @@ def _resolve_size(
     Raises:
         FeedError: nothing gives the size, or it does not fit the model.
     """
-    size = preprocess.size  # a side of None depends on the image; sizes from elsewhere have none
+    # only a requested size may leave a side to each image (None); else both sides must be known
+    size = preprocess.size
     if size is None:
         sides = list(preprocess.default_size or (None, None))
         for axis, model_side in enumerate(model_sides):
@@ -451,7 +455,7 @@ def _resolve_size(
     for side, fixed_side in zip(size, fixed_sides, strict=True):
         if fixed_side not in (None, side):
             remedy = "leave the size out to use the model's own"
-            if None in fixed_sides:  # without a size the open side would be unknown
+            if None in fixed_sides:  # the model has no size of its own: it fixes one side alone
                 remedy = f"take the open side from each image with {format_size(fixed_sides)}"
             raise FeedError(
                 f"the size must fit the input {describe(spec)}, which accepts no other, got"
@@ -494,27 +498,27 @@ _IMAGENET = Preprocess(color="rgb", mean=(0.485, 0.456, 0.406), std=(0.229, 0.22
 _CROP = Preprocess(
     default_size=(224, 224), resize="short-side", interpolation="area", color="rgb", scale=1.0
 )
+_MINUS_ONE_TO_ONE = replace(_CROP, mean=(127.5,), std=(127.5,))
 # PaddleOCR reads BGR with OpenCV; it pads text lines with 0 after the arithmetic: pixel 127.5
 _TEXT_LINE = Preprocess(resize="fit-height", color="bgr", mean=(0.5,), std=(0.5,), pad=(127.5,))
-_replace = dataclasses.replace
 
 PRESETS: dict[str, Preprocess] = {
     "raw": Preprocess(scale=1.0),
     "unit": Preprocess(),
     "grey-half": Preprocess(color="grey", mean=(0.5,), std=(0.5,)),
     # torchvision and timm classifiers
-    "imagenet": _replace(_CROP, scale=1 / 255, mean=_IMAGENET.mean, std=_IMAGENET.std),
+    "imagenet": replace(_CROP, scale=1 / 255, mean=_IMAGENET.mean, std=_IMAGENET.std),
     # Keras' "tf" mode: MobileNet, Inception
-    "minus-one-to-one": _replace(_CROP, mean=(127.5,), std=(127.5,)),
-    "imagenet-tf": _replace(_CROP, mean=(127.5,), std=(127.5,)),
-    "efficientnet-lite": _replace(_CROP, interpolation="cubic", mean=(127.0,), std=(128.0,)),
+    "minus-one-to-one": _MINUS_ONE_TO_ONE,
+    "imagenet-tf": _MINUS_ONE_TO_ONE,
+    "efficientnet-lite": replace(_CROP, interpolation="cubic", mean=(127.0,), std=(128.0,)),
     "yolo": Preprocess(default_size=(640, 640), resize="letterbox", color="rgb", pad=(114.0,)),
-    "picodet": _replace(_IMAGENET, default_size=(640, 640), interpolation="cubic"),
-    "ppocr-det": _replace(
+    "picodet": replace(_IMAGENET, default_size=(640, 640), interpolation="cubic"),
+    "ppocr-det": replace(
         _IMAGENET, default_size=(736, 736), resize="letterbox", anchor="top-left", color="bgr"
     ),
-    "ppocr-rec": _replace(_TEXT_LINE, default_size=(48, 320)),
-    "ppocr-cls": _replace(_TEXT_LINE, default_size=(48, 192)),
+    "ppocr-rec": replace(_TEXT_LINE, default_size=(48, 320)),
+    "ppocr-cls": replace(_TEXT_LINE, default_size=(48, 192)),
 }
 
 
@@ -551,7 +555,7 @@ def describe_preprocess(preprocess: Preprocess) -> str:
 
 def _equals_preset(preset: Preprocess, preprocess: Preprocess) -> bool:
     """Return whether preprocessing is a preset, completed from a model's input."""
-    completed = dataclasses.replace(
+    completed = replace(
         preset,
         size=preprocess.size,
         multiple=preprocess.multiple,

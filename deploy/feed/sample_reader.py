@@ -122,7 +122,7 @@ class SampleReader:
 
         Raises:
             SampleChangedError: the digest differs from the first read.
-            FeedError: it cannot be read, unless `skip_bad`.
+            FeedError: it cannot be read, unless `skip_bad`. The digest is stored even so.
         """
         name = printable_name(self._source.sample_name(index))
         try:
@@ -161,6 +161,7 @@ class SampleReader:
             indices = (index for index in indices if index in selected_indices)
         # images are decoded in parallel; other sources are read one sample after the other
         threads = worker_threads() if isinstance(self._source, ImageSource) else 1
+        # `result`: what a thread read of the sample, or the error; None if the sample is cached
         for index, result in prefetch(indices, self._read_uncached, threads=threads):
             try:
                 yield index, self.read(index, result)

@@ -79,7 +79,7 @@ class Feed:
             specs: the model's inputs.
             preprocess: complete preprocessing of images.
             notes: for the user.
-            origin: where the preprocessing comes from: the model or the default; else empty.
+            origin: see `ResolvedPreprocess`.
             has_assumed_scale: see `ResolvedPreprocess`.
             share: the shard (--shard i/n) that the samples are; None if there are no shards.
             skipped: index in the source -> why the sample there is known to be bad.
@@ -98,9 +98,11 @@ class Feed:
             skip_bad=skip_bad,
             max_in_memory=SAMPLES_IN_MEMORY * batch,
         )
-        self._cached_names_digest = ""
-        self._user_labels: Mapping[int, int] | None = None  # index -> label not from the source
-        # cached `labels`, and the number of bad samples that were known when they were cached
+        self._cached_names_digest = ""  # until `_names_digest` computes it
+        # index in the source -> class number by `set_labels`; None until it is called
+        self._user_labels: Mapping[int, int] | None = None
+        # cached `labels`, and the number of bad samples that were known when they were cached; None
+        # until they are cached
         self._good_labels: Labels = None
         self._bad_count_when_cached: int | None = None
 
@@ -185,16 +187,17 @@ class Feed:
         return self._good_labels
 
     def set_labels(self, labels: Sequence[int]) -> None:
-        """Set the class numbers of images or rows, bad ones included.
+        """Set the class numbers of images or rows, in place of those of the source.
 
         Args:
-            labels: one per chosen image or row; or one per image or row of the source.
+            labels: one per chosen image or row, or one per image or row of the source; in both
+                cases also of those that were skipped as bad.
 
         Raises:
             FeedError: there are more or fewer labels than images.
         """
         indices: Sequence[int] = self._chosen_samples.indices
-        if len(labels) == len(self._source):  # they are of all samples, also those not chosen
+        if len(labels) == len(self._source):  # one per image or row of the source
             indices = range(len(labels))
         if len(labels) != len(indices):
             raise FeedError(
@@ -202,7 +205,7 @@ class Feed:
                 f" labels for {len(indices)}"
             )
         self._user_labels = dict(zip(indices, labels, strict=True))
-        self._bad_count_when_cached = None  # the cached labels are of no use any more
+        self._bad_count_when_cached = None  # `labels` is computed anew
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -433,7 +436,7 @@ class Feed:
         Args:
             share: a part of this feed's samples.
             digests: sha256 (hex) of the share's samples in order, also of skipped ones.
-            skipped: position of a sample in this feed -> why it was skipped there.
+            skipped: position of a sample of the share in this feed -> why that machine skipped it.
 
         Raises:
             SampleChangedError: a sample has another digest on this machine.
@@ -444,7 +447,7 @@ class Feed:
                 source_index, bytes.fromhex(digest), self._name(source_index)
             )
         self._chosen_samples.skip_entries(skipped)
-        # the other machine decoded these for this run
+        # the other machine decoded its good samples for this run
         self._sample_reader.decode_count += len(share.positions) - len(skipped)
 
     def progress_after(self, sample_count: int) -> tuple[tuple[str, ...], dict[int, str]]:
@@ -470,17 +473,18 @@ class Feed:
 
         Args:
             digests: sha256 (hex) of the first images or rows, which that run read.
-            skipped: position in the complete list -> why that run skipped the sample there.
+            skipped: position in the complete list (see `Share`) -> why that run skipped the sample
+                there.
 
         Raises:
             FeedError: a sample differs, or cannot be read (unless `skip_bad`).
         """
         known_digests = self._sample_reader.digests
         with phase("hashing", len(digests), "samples") as step:
-            # that run may have read only the first ones
+            # not strict: there are more samples than that run read
             for index, expected_digest in zip(self._chosen_samples.indices, digests, strict=False):
                 if index not in known_digests:
-                    # `UNREADABLE` if it cannot be read
+                    # of a bad sample it stores `UNREADABLE`, as that run did
                     self._sample_reader.store_digest(index)
                 if known_digests.digest(index).hex() != expected_digest:
                     raise FeedError(

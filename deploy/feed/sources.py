@@ -132,7 +132,8 @@ class VideoSource:
         pixels: Array | None = None
         with self._lock:
             if index < self._next_frame:
-                # not in the `with` below: that of `_open_video` would wait until it ends
+                # before `capture_decoder_output` below: `_open_video` calls it too, and would wait
+                # for the end of this one
                 self._video = _open_video(self._path)
                 self._next_frame = 0
             with capture_decoder_output() as decoder_lines:
@@ -161,7 +162,8 @@ def _open_video(path: Path) -> Any:
     """
     cv2 = opencv()
     with open_regular_file(path, what="a video", error=FeedError) as file, capture_decoder_output():
-        # not by its name: OpenCV crashes on bytes that are not UTF-8, and takes %d for a pattern
+        # not by its name: OpenCV crashes on bytes that are not UTF-8, and takes %d for a pattern.
+        # It opens the file anew, so `file` may be closed
         video = cv2.VideoCapture(f"/dev/fd/{file.fileno()}")
     if not video.isOpened():
         raise FeedError(

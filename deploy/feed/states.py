@@ -203,7 +203,10 @@ class SequenceSource:
     def _run_step(self, index: int, raw: RawSample) -> Sample:
         """Return the inputs of a step, the states included, and compute the states of the next one.
 
-        `raw`: the step as in the source, without states; or with those of a sequence's start.
+        `_states` must hold the states of this step: {} at the start of a sequence.
+
+        `raw`: the step as in the source. It has no states, or only those that a sequence starts
+        with are used.
         """
         loaded_inputs = raw.decode()
         sample: Sample = {}

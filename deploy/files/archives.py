@@ -93,7 +93,7 @@ def read_array_header(stream: IO[bytes], max_bytes: int) -> ArrayHeader:
     if version not in header_readers:
         raise ValueError(f"numpy format {version} is not known")
     try:
-        with _HEADER_LOCK, warnings.catch_warnings():
+        with _HEADER_LOCK, warnings.catch_warnings():  # one thread at a time, see `_HEADER_LOCK`
             warnings.simplefilter("ignore")  # numpy warns about headers written by Python 2
             shape, is_fortran, dtype = header_readers[version](stream)
     except (tokenize.TokenError, OverflowError, RecursionError) as error:

@@ -50,7 +50,10 @@ def create_claimed_folder(folder: Path, *, prefix: str) -> tuple[int, Path]:
 
 
 def is_claimed(path: Path) -> bool:
-    """Return whether a running process holds a file or folder; False if it does not exist."""
+    """Return whether a running process holds a file or folder; False if it cannot be opened.
+
+    To find out, the lock is taken for a moment, if no process has it.
+    """
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
     except OSError:
@@ -62,7 +65,7 @@ def is_claimed(path: Path) -> bool:
     except OSError:  # the file system has no locks: then the time of the last write decides
         return time.time() - os.fstat(handle).st_mtime < _STALE_AFTER_S
     finally:
-        os.close(handle)
+        os.close(handle)  # which releases the lock
     return False
 
 

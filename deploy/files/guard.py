@@ -88,16 +88,17 @@ def add_input_files(count: int, path_of: PathOf) -> None:
 
     Args:
         count: number of files.
-        path_of: number of a file, from 0 -> its path; called again when something is written.
+        path_of: index of a file, from 0 -> its path; called again for a file whose number equals
+            that of a file to be written.
     """
     run = _RUN.get()
     if run is None:
         return
-    numbers = array("Q")  # 8 bytes a file
+    inode_numbers = array("Q")  # 8 bytes a file, without the device
     for index in range(count):
-        _, number = _find_inode(path_of(index)) or (0, 0)
-        numbers.append(number)
-    run.input_lists.append((numbers, path_of))
+        _, inode_number = _find_inode(path_of(index)) or (0, 0)  # 0: there is no such file
+        inode_numbers.append(inode_number)
+    run.input_lists.append((inode_numbers, path_of))
 
 
 def add_output(path: Path | str, check: Callable[[], None]) -> None:
@@ -119,17 +120,20 @@ def add_output(path: Path | str, check: Callable[[], None]) -> None:
 def refuse_output(path: Path | str, *, is_named: bool = False) -> None:
     """Refuse to write over an input, a folder, a device, or another output that the user named.
 
+    The user names an output by an option with its path; `add_output` remembers it with a check of
+    the file that it would replace.
+
     Args:
         path: of the file to be written; it may not exist yet.
-        is_named: whether the user named this output, by an option with its path. Then the check
-            that `add_output` got for the path is called: it may refuse to replace an existing file.
-            No other output may have such a path.
+        is_named: whether this output may be one that the user named: then its check is called, if
+            there is a file. Else a path that the user named is refused, as that of another output.
 
     Raises:
-        ExportError: `path` is one of these.
+        ExportError: `path` is one of these, or its check raises.
     """
     run = _RUN.get() or _RunFiles()
-    check_existing_file = run.check_by_output.get(_real_location(path))  # None: not named
+    # None if `add_output` was not called for this path
+    check_existing_file = run.check_by_output.get(_real_location(path))
     if check_existing_file is not None and not is_named:
         raise ExportError(f"each output must have a path of its own, got {path} twice; change one")
 

@@ -168,10 +168,10 @@ def read_manifest(folder: Path) -> Manifest:
     Raises:
         CacheError: there is none, or this version cannot read it.
     """
-    path = folder / MANIFEST_NAME
+    path = folder / MANIFEST_NAME  # in a subfolder
     if not path.exists():  # older versions wrote it into the folder itself
         path = folder / path.name
-    # an error means that the file is another program's: it cannot be read, or has other values.
+    # a file that cannot be read, or has other values, counts as that of another program, below.
     # It is `rewritable`, since a build writes its manifest over the one that it has read
     with suppress(CacheError):
         document = read_json(path, what="what a build is", error=CacheError, rewritable=True)
@@ -220,13 +220,13 @@ def refuse_foreign(folder: Path, names: list[str], *, force: bool | None) -> Non
     Args:
         folder: where the files will be published.
         names: of the files to write. Those that the folder's manifest lists may be replaced.
-        force: whether files that calib8 did not write are replaced too; None if the command has no
-            --force, which the message would name.
+        force: whether files that calib8 did not write are replaced too; None, which is no as well,
+            if the command has no --force that the message could name.
 
     Raises:
         ExportError: names the first such file; or the folder cannot be written to.
     """
-    guard.refuse_unwritable(folder / RECORDS)  # a subfolder, so `folder` can be written to as well
+    guard.refuse_unwritable(folder / RECORDS)  # `folder` must take this subfolder, and files
     for name in names:
         guard.refuse_output(folder / name)
     known_names = _files_in_manifest(folder)

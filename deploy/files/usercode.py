@@ -71,7 +71,7 @@ def refuse_foreign_code(code: object) -> None:
     Raises:
         ConfigError: another user can write the file of `--config`, and may have named the code.
     """
-    for file, typed_code in _FOREIGN_CONFIGS:
+    for file, typed_code in _FOREIGN_CONFIGS:  # empty if only the user can write the file
         if _normalized(code) not in typed_code:
             raise ConfigError(
                 f"code runs only with --trust-config where another user can write {file},"
@@ -145,10 +145,12 @@ def find_user_line(error: BaseException, *, library_folders: tuple[str, ...] = (
 
     Args:
         error: the exception.
-        library_folders: folders whose frames are not the user's, like this package and libraries.
+        library_folders: more folders whose frames are not the user's; those of calib8, of Python
+            and of installed packages never are.
     """
-    internal_folders = (Path(__file__).parents[1], sysconfig.get_path("stdlib"))
-    folders = [f"{folder}{os.sep}" for folder in (*internal_folders, *library_folders)]
+    calib8_folder = Path(__file__).parents[1]
+    internal_folders = (calib8_folder, sysconfig.get_path("stdlib"), *library_folders)
+    folders = [f"{folder}{os.sep}" for folder in internal_folders]
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         is_internal = frame.filename.startswith(("<", *folders))  # such as <string>
         parts = Path(frame.filename).parts
@@ -166,7 +168,8 @@ def wrap_user_errors(
     """Raise any exception of the user's code as one `error` with its file and line.
 
     Afterwards the working folder, numpy's handling of errors, and the handlers of Ctrl-C and
-    SIGTERM are restored. If the code changed the working folder, its next call starts there.
+    SIGTERM are restored. If the code changed the working folder, its next call starts in that
+    folder (`_WorkingFolder`). An error of calib8, or an interrupt, is raised as it is.
 
     Args:
         what: the code, as in "the metric must run without error".
@@ -180,7 +183,7 @@ def wrap_user_errors(
             _WORKING_FOLDER.changed_for_user_code(),
             _importable_folders(),
             _restored_handlers(),
-            np.errstate(),
+            np.errstate(),  # changes nothing, and restores at the end
         ):
             yield
     except (Calib8Error, KeyboardInterrupt, Terminated):
@@ -216,11 +219,15 @@ class _WorkingFolder:
 
     @contextmanager
     def changed_for_user_code(self) -> Iterator[None]:
-        """In the body, be in the folder that the user's code changed to last; then change back."""
+        """In the body, be in the folder that the user's code changed to last; then change back.
+
+        The body is a call of that code. While it runs, other threads may begin and end such calls.
+        """
         with self._lock:
-            if not self._active_calls:
+            if not self._active_calls:  # else the folder may be one that a running call changed to
                 self._original_folder = _working_folder()
             self._active_calls += 1
+            # None, so no change, unless an earlier call left the original folder
             _change_folder(self._user_folder_by_original.get(self._original_folder))
         try:
             yield
@@ -229,8 +236,9 @@ class _WorkingFolder:
                 self._active_calls -= 1
                 user_folder = _working_folder()
                 original_folder = self._original_folder
-                # the next call of the code starts there, as if nothing had been changed back. Calls
-                # in progress in other threads go on in the original folder
+                # the next call begins in `user_folder`, as if nothing had been changed back. Calls
+                # that still run in other threads find themselves in the original folder. If that
+                # was removed before the call, there is nowhere to change back to
                 if original_folder is not None and user_folder != original_folder:
                     self._user_folder_by_original[original_folder] = user_folder
                     _change_folder(original_folder)
@@ -296,8 +304,9 @@ def _import_file(path: Path, error: ErrorClass) -> ModuleType:
     assert spec is not None  # the loader is one of files
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
+    # from now on, the user's code can import modules of this folder, before those of earlier files'
     folder = str(real_path.parent)
-    _SCRIPT_FOLDERS[:] = dict.fromkeys((folder, *_SCRIPT_FOLDERS))  # this one first, each once
+    _SCRIPT_FOLDERS[:] = dict.fromkeys((folder, *_SCRIPT_FOLDERS))  # each folder once
     try:
         with wrap_user_errors(str(path), error=error):
             loader.exec_module(module)
