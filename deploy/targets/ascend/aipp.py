@@ -239,7 +239,8 @@ def _describe_frame_plan(plan: FramePlan, preprocess: Preprocess, source: AippSo
     calibrated_size, calibrated_corner = resized_geometry(plan.frame_size, preprocess)
     is_cropped = min(calibrated_corner) < 0
     height, width = preprocess.input_size
-    written_size = format_size((height, width))  # without the padding of its rows
+    # size of the picture that the host or DVPP makes, without the padding of its rows
+    written_size = format_size((height, width))
     if source.is_yuv:  # DVPP writes even sides
         written_size = format_size((_round_up(height, 2), _round_up(width, 2)))
 

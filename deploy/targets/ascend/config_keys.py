@@ -223,7 +223,7 @@ def make_activation_params(values: Mapping[str, Any]) -> ActivationParams:
             f" {ifmr_keys + hfmg_keys}; IFMR has {sorted(IFMR_RULES)}, HFMG has"
             f" {sorted(HFMG_RULES)}"
         )
-    params = replace(ActivationParams(), **{**values, "act_algo": algorithm})
+    params = ActivationParams(**{**values, "act_algo": algorithm})
     if algorithm == "hfmg":
         return params
 
@@ -239,7 +239,7 @@ def make_activation_params(values: Mapping[str, Any]) -> ActivationParams:
 
 def make_weight_params(values: Mapping[str, Any]) -> WeightParams:
     """Return the `WeightParams` of checked weight_quant_params keys."""
-    params = replace(WeightParams(), **values)
+    params = WeightParams(**values)
     ada_keys = sorted(set(values) & set(ADA_RULES))
     if ada_keys and params.wts_algo == "arq_quantize":
         raise ConfigError(f"arq_quantize does not take {ada_keys}; they belong to ada_quantize")

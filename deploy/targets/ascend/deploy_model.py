@@ -95,10 +95,10 @@ class LayerRewriter(ABC):
         self.graph = model.graph
         self.layers = layers
         self.index = Graph(model)
-        self.tensors: dict[str, onnx.TensorProto] = {}
+        self.tensors: dict[str, onnx.TensorProto] = {}  # new initializers, by name
         # (tensor, scale, offset, bits) -> the quantized tensor
         self.quantized_by_input: dict[tuple[str, float, int, int], str] = {}
-        self.bias_by_add: dict[str, str] = {}
+        self.bias_by_add: dict[str, str] = {}  # Add -> tensor of the integer bias that it reads
         self.inputs_by_node: dict[str, list[QuantLayer]] = {}
         self.layer_by_last_node: dict[str, QuantLayer] = {}
         for name, quant_layer in layers.items():
@@ -439,6 +439,6 @@ def modified_model(model: onnx.ModelProto, layers: QuantLayers) -> onnx.ModelPro
         shape = read_weight_rows(index, layer).shape
         rows = record.rounded_weight.reshape(shape) * by_row(record.scale_w, len(shape))
         inverse_dmq_factors = np.asarray(1 / record.dmq_factors, np.float32)  # empty without DMQ
-        weight = multiply_input_channels(from_rows(rows, layer), layer, inverse_dmq_factors)
+        weight = from_rows(multiply_input_channels(rows, layer, inverse_dmq_factors), layer)
         new_weights[layer.weight] = numpy_helper.from_array(weight, layer.weight)
     return rewrite_inputs(model, new_weights)

@@ -234,7 +234,8 @@ def recipe_from_record(
             f"a record to deploy must have a layer with its scales, got only {', '.join(ignored)}"
             f" in {path}; give the record of a calibration"
         )
-    # with the same BatchNormalizations folded as when the record was made
+    # with the same BatchNormalizations folded as when the record was made; `unfolded`: layers into
+    # which none was folded
     model, graph, quant_config, unfolded = _model_as_recorded(subject, records, config)
     layers = quantize_layers(model, graph, records)
     if quant_config is not None:
@@ -455,7 +456,7 @@ def _scale_distance(index: Graph, layer: Layer | None, record: LayerRecord) -> f
     record is for another number of channels.
 
     Args:
-        index: has the weight's values.
+        index: lookups in the model, among them the weight's values.
         layer: the layer; None if the model has none of this name.
         record: its entry in the record.
     """

@@ -81,16 +81,17 @@ class _FakeQuantWriter(LayerRewriter):
         Returns:
             The nodes, and the tensor that the last one makes.
         """
-        name = f"{quant_layer.layer.quant_node_prefix}.quant.fakequant"
+        prefix = f"{quant_layer.layer.quant_node_prefix}.quant.fakequant"  # of new names
         nodes: Nodes = []
 
         def add_constant(key: str, value: float) -> str:
             """Append a Constant to the nodes; return its output."""
-            node = make_constant(f"{name}.{key}", np.float32(value))
+            node = make_constant(f"{prefix}.{key}", np.float32(value))
             nodes.append(node)
             return str(node.output[0])
 
         lowest_code, highest_code = ascend_range(quant_layer.record.act_bits)
+        # names of the constants
         scale = add_constant("scale", float(quant_layer.quant_factor))
         offset = add_constant("offset", quant_layer.record.offset_d)
         minimum = add_constant("min_val", lowest_code)
@@ -101,13 +102,12 @@ class _FakeQuantWriter(LayerRewriter):
             round_and_shift.reverse()
         clip = ("Clip", [minimum, maximum])
         operators = [("Mul", [scale]), *round_and_shift, clip, ("Sub", [offset])]
-        values = tensor  # the input of the next operator
         for op, constants in operators:
-            node_name = f"{name}.{op.lower()}"
+            node_name = f"{prefix}.{op.lower()}"
             output = f"{node_name}.output0"
-            nodes.append(make_node(op, [values, *constants], output, node_name))
-            values = output
-        return nodes, values
+            nodes.append(make_node(op, [tensor, *constants], output, node_name))
+            tensor = output  # the next operator reads it
+        return nodes, tensor
 
     def end_layer(self, node: onnx.NodeProto, quant_layer: QuantLayer) -> Nodes:
         """Let a layer make integers; return the nodes that multiply them by scale_w * scale_d."""

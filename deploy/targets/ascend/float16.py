@@ -172,6 +172,8 @@ class _Float16Writer:
         """Yield a node with the types of its tensors set, in place, and the Casts that it needs.
 
         Casts between float16 and float32 of the model itself stay; they are only recorded here.
+        `tensors_to_be_float16` are float16 in the user's file, `tensors_now_float16` as written so
+        far.
         """
         if is_standard(node) and node.op_type != "Cast":
             yield from self.rewrite_standard(node)
@@ -280,7 +282,7 @@ class _Float16Writer:
         Args:
             node: the node, whose input is changed in place.
             position: index of the input.
-            name: the tensor; a float16 one if the wanted type is float32.
+            name: the tensor, which `is_float16` if the wanted type is float32.
             wanted_type: float16 or float32.
         """
         if not name:  # an optional input that the node does not have
@@ -288,11 +290,8 @@ class _Float16Writer:
         if wanted_type == _FLOAT16 and name in self.tensors_now_float16:
             return
         constant = self.index.constants.get(name)
-        if constant is not None:
-            # the model stores its float constants in float32; constants of integers stay
-            is_float = constant.data_type == _FLOAT32
-            if wanted_type == _FLOAT32 or not is_float:
-                return
+        if constant is not None and (wanted_type == _FLOAT32 or constant.data_type != _FLOAT32):
+            return  # a float constant is stored in float32 already, and integers are never cast
 
         key = (name, wanted_type)
         if key not in self.converted_tensors:

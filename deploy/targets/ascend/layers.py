@@ -188,17 +188,17 @@ def find_layers(model: onnx.ModelProto) -> LayerGraph:
     """
     ops = {node.name: node.op_type for node in model.graph.node}
     _refuse_quantized(ops)
-    index = Graph(model)
+    index = Graph(model)  # lookups of tensors: their readers, types and ranks; constants
     layer_graph = LayerGraph(
         layers={},
         float_reasons={},
         ops=ops,
         optional_layers={},
         unfit_inputs={},
-        shared_weights={},  # of `prepare_model`, which copies such weights
+        shared_weights={},  # `prepare_model` adds the weights that it copies
     )
     for node in model.graph.node:
-        if node.op_type in TENSOR_QUANTIZE_OPS:
+        if node.op_type in TENSOR_QUANTIZE_OPS:  # adds to optional_layers and unfit_inputs
             _add_optional_inputs(node, index, layer_graph)
         if node.op_type not in LAYER_OPS or node.domain not in ONNX_DOMAINS:
             continue
@@ -298,10 +298,10 @@ def _layer_or_float_reason(node: onnx.NodeProto, index: Graph) -> Layer | str:
         return _with_bias_add(layer, node, weight, index)
     group = int(node_attributes.get("group", 1))
     trans_b = bool(node_attributes.get("transB", 0))
-    if node.op_type == "Conv":
+    # the weight of a ConvTranspose or a Gemm has the input channels in its first axis
+    channels_in = weight.dims[0]
+    if node.op_type == "Conv" or trans_b:
         channels_in = weight.dims[1] * group
-    else:  # a ConvTranspose or Gemm: the first axis, or the second of a Gemm's transposed weight
-        channels_in = weight.dims[1 if trans_b else 0]
     spatial_rank = len(weight.dims) - 2  # 0 for a Gemm
     return replace(
         layer, group=group, spatial_rank=spatial_rank, trans_b=trans_b, channels_in=channels_in

@@ -119,25 +119,20 @@ def invert_dmq_factors(dmq_factors: Float32Array, layer: Layer) -> Float32Array:
 
 
 def multiply_input_channels(
-    weight: Float32Array, layer: Layer, factors: Float32Array
+    rows: Float32Array, layer: Layer, factors: Float32Array
 ) -> Float32Array:
-    """Return a weight in ONNX layout times a factor for each input channel, [C_in].
+    """Return a weight, output channels first, times a factor for each input channel, [C_in].
 
     Empty factors do nothing.
     """
     if not factors.size:
-        return weight
-    # the factors in a shape that broadcasts over the weight
-    shaped_factors = factors  # for the weight of a transposed Gemm, [C_out, C_in]
-    if layer.kind == "Conv":  # [C_out, C_in / group, ...]
-        group_factors = factors.reshape(layer.group, 1, weight.shape[1])
-        output_factors = np.repeat(group_factors, weight.shape[0] // layer.group, axis=1)
-        shaped_factors = output_factors.reshape(*weight.shape[:2], *[1] * (weight.ndim - 2))
-    elif layer.kind == "MatMul":  # [..., C_in, C_out]
-        shaped_factors = factors[:, None]
-    elif not layer.trans_b:  # [C_in, ...]
-        shaped_factors = factors.reshape(-1, *[1] * (weight.ndim - 1))
-    return np.asarray(weight * shaped_factors, np.float32)
+        return rows
+    shaped_factors = factors  # for a MatMul, [C_out, ..., C_in]
+    if layer.kind != "MatMul":  # [C_out, C_in / group, ...]
+        group_factors = factors.reshape(layer.group, rows.shape[1])
+        row_factors = np.repeat(group_factors, len(rows) // layer.group, axis=0)
+        shaped_factors = row_factors.reshape(*rows.shape[:2], *[1] * (rows.ndim - 2))
+    return np.asarray(rows * shaped_factors, np.float32)
 
 
 def to_rows(weight: NDArray[Value], layer: Layer) -> NDArray[Value]:
@@ -167,8 +162,8 @@ def read_weight_rows(
     index: Graph, layer: Layer, dmq_factors: Float32Array = NO_DMQ_FACTORS
 ) -> Float32Array:
     """Return a layer's weight times its DMQ factors [C_in], output channels first."""
-    weight = multiply_input_channels(read_constant(index, layer.weight), layer, dmq_factors)
-    return to_rows(weight, layer)
+    rows = to_rows(read_constant(index, layer.weight), layer)
+    return multiply_input_channels(rows, layer, dmq_factors)
 
 
 def _quantize(layer: Layer, record: LayerRecord, index: Graph) -> QuantLayer:

@@ -200,8 +200,7 @@ def _check_weight_scales(name: str, record: LayerRecord, layer: Layer) -> None:
     rounds to int8. It has no weight, and so no weight scales.
     """
     scale_count = record.scale_w.size
-    is_node_input = layer.input_index is not None
-    if is_node_input:
+    if layer.input_index is not None:  # an input, whose record must say so
         if scale_count or not record.is_node_input:
             raise ConfigError(
                 "the record of an input must hold is_tensor_quantize: true and no scale_w, got"

@@ -91,7 +91,7 @@ def _read_layers(message: Any, graph: LayerGraph) -> tuple[dict[str, LayerConfig
     section_by_name = _read_layer_overrides(message, graph)
     # a layer that is float by default, such as a MatMul of two activations, must be named
     names = {*graph.layers, *(graph.optional_layers.keys() & section_by_name.keys())}
-    layer_by_name = graph.layer_by_name
+    layer_by_name = graph.layer_by_name  # has the optional layers too
     layers = {}
     lowered_to_8_bits = []
     for name in sorted(names):

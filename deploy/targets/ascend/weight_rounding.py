@@ -177,7 +177,8 @@ class AdaRoundSteps:
             is_transposed = layer.kind == "ConvTranspose"
             window = make_window(attributes(node), weight_rows.shape[2:], transposed=is_transposed)
 
-        # the search reads the layer's outputs and inputs at the same sampled positions
+        # the search reads outputs and inputs at so many positions of a sample, the same for both;
+        # the layer has `layer.group * patch_size` inputs at a position
         max_positions = self._count_positions(layer.group * patch_size)
         target_statistic = TargetsOf(
             samples=self.samples, max_positions=max_positions, channels_last=is_matrix
@@ -186,7 +187,7 @@ class AdaRoundSteps:
             samples=self.samples,
             max_positions=max_positions,
             window=window,
-            shape=(layer.group, group_channels, patch_size),
+            shape=(layer.group, group_channels, patch_size),  # of the weight, for the search
             scale_count=channels if params.channel_wise else 1,
             params=params,
         )
