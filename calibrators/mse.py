@@ -306,7 +306,7 @@ def _symmetric(histogram: Histogram, grid: Grid, power: float) -> float:
     counts = histogram.magnitudes(BINS)
     centres = (np.arange(BINS) + 0.5) * histogram.full_range / BINS
     bins = _Bins(centres, counts, grid, power)
-    if not bins.counts.size:
+    if not bins.counts.size:  # all values are in the bin around 0
         return histogram.amax
     highs = histogram.amax * _RATIOS
     return float(highs[bins.index_of_best(-highs, highs)])
@@ -329,7 +329,7 @@ def _affine(histogram: Histogram, grid: Grid, power: float) -> tuple[float, floa
     bins = _Bins(centres, counts, grid, power)
     low = min(histogram.minimum, 0.0)
     high = max(histogram.maximum, 0.0)
-    if not bins.counts.size:
+    if not bins.counts.size:  # all values are in the bin around 0
         return low, high
     lows = low * _RATIOS
     highs = high * _RATIOS

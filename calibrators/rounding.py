@@ -284,7 +284,7 @@ class ConvWindow:
         """Return the output sizes for an input of these sizes."""
         output_padding = self.output_padding or (0,) * len(sizes)
         paddings = self.paddings(sizes)
-        spans = self.spans
+        spans = self.spans  # extents of the window, dilation included
         output_sizes = []
         for axis, size in enumerate(sizes):
             stride = self.strides[axis]

@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from calibrators.grids import INT16, UINT8, Float32Array, RealArray
 
 PAIR_LIMIT = INT16.qmax // UINT8.qmax  # largest sum of a pair, in steps: 128
-PAIR_ROUNDING = 2  # largest gain of a pair by rounding, in steps
+PAIR_ROUNDING = 2  # by less than this, in steps, a pair grows if both its weights are rounded up
 
 
 def is_depthwise(groups: int, outputs: int, inputs: int) -> bool:
@@ -105,7 +105,8 @@ def tight_pair_mask(weight_steps: RealArray) -> NDArray[np.bool_]:
     `weight_steps`: weight / scale of `pair_scales`, [C_out, C_in of a group, ...]; the mask has the
     same shape.
     """
-    is_tight = pair_sums(weight_steps) > PAIR_LIMIT - 2 * PAIR_ROUNDING  # 124 steps
+    max_steps = PAIR_LIMIT - PAIR_ROUNDING  # of a pair, by `pair_scales`: 126
+    is_tight = pair_sums(weight_steps) > max_steps - PAIR_ROUNDING  # [C_out, pairs]
     out_channels, in_channels, *kernel = weight_steps.shape
     weight_count = _flatten(weight_steps).shape[1]
     stride = pair_stride(weight_steps.shape)

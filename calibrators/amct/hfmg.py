@@ -45,7 +45,7 @@ class HfmgHistogram:
     Attributes:
         nbins: number of bins, one of `NBINS`.
         samples_per_batch: samples per batch; those of an incomplete batch wait for the others.
-        counts: [nbins] int32; None before the first batch.
+        counts: [nbins] int32; empty before the first batch.
         lo, hi: range in real units, float32.
     """
 
@@ -53,7 +53,7 @@ class HfmgHistogram:
         self.nbins = nbins
         self.samples_per_batch = samples_per_batch
         self._waiting: list[Float32Array] = []
-        self.counts: Int32Array | None = None
+        self.counts: Int32Array = np.zeros(0, np.int32)
         self.lo = self.hi = np.float32(0)
 
     def observe(self, x: RealArray) -> None:
@@ -88,14 +88,14 @@ class HfmgHistogram:
         lo = data.min()
         hi = data.max()
         earlier_counts = self.counts
-        if earlier_counts is None:
+        if not earlier_counts.size:  # this is the first batch
             self.counts = histc(data, self.nbins, lo, hi)
         else:
             lo = min(lo, self.lo)
             hi = max(hi, self.hi)
             if not (_is_close(lo, self.lo) and _is_close(hi, self.hi)):
                 earlier_counts = redistribute(earlier_counts, (self.lo, self.hi), (lo, hi))
-            self.counts = (earlier_counts + histc(data, self.nbins, lo, hi)).astype(np.int32)
+            self.counts = earlier_counts + histc(data, self.nbins, lo, hi)
         self.lo = lo
         self.hi = hi
 
@@ -106,8 +106,7 @@ class HfmgHistogram:
 
     def to_arrays(self) -> Arrays:
         """Return plain 1-D arrays for `calibrators.amct.recorders.HfmgOf.restore`."""
-        counts = np.zeros(0, np.int32) if self.counts is None else self.counts
-        return {"counts": counts, "reals": np.array([self.lo, self.hi], np.float64)}
+        return {"counts": self.counts, "reals": np.array([self.lo, self.hi], np.float64)}
 
 
 def histc(data: Float32Array, nbins: int, lo: np.float32, hi: np.float32) -> Int32Array:
@@ -218,9 +217,9 @@ def hfmg(histogram: HfmgHistogram, *, bits: int = 8, with_offset: bool = True) -
         CalibrationError: no batch was observed, or a scale is not finite.
     """
     histogram.end()  # counts the waiting samples
-    if histogram.counts is None:
-        raise CalibrationError("HFMG needs at least one calibration batch, got none")
     counts = histogram.counts
+    if not counts.size:
+        raise CalibrationError("HFMG needs at least one calibration batch, got none")
     lo = histogram.lo
     hi = histogram.hi
     width = (hi - lo) / np.float32(counts.size)

@@ -353,10 +353,8 @@ class IfmrHistogram:
         self._chunks: list[Float32Array] = []
 
     @property
-    def stored_values(self) -> Float32Array | None:
-        """All the data if `exact`, or up to `MAX_STORED_VALUES` values, else None."""
-        if self.counts.size:
-            return None
+    def stored_values(self) -> Float32Array:
+        """All the data if `exact`, or up to `MAX_STORED_VALUES` values; empty once they count."""
         return np.concatenate([*self._chunks, np.zeros(0, np.float32)])
 
     def observe(self, x: RealArray) -> None:
@@ -394,10 +392,9 @@ class IfmrHistogram:
         """Return 1-D arrays for `calibrators.amct.recorders.IfmrOf.restore`; {} if `exact`."""
         if self.exact:
             return {}
-        stored_values = self.stored_values
         occupied = np.flatnonzero(self.counts)
         return {
-            "kept": np.zeros(0, np.float32) if stored_values is None else stored_values,
+            "kept": self.stored_values,
             "bins": occupied.astype(np.int32),
             "counts": self.counts[occupied],
             "sums": self.sums[occupied],
@@ -453,9 +450,8 @@ def ifmr_streaming(histogram: IfmrHistogram, params: IfmrParams = _AMCT_DEFAULTS
     """
     if histogram.total == 0:
         raise CalibrationError("the activation to be quantized must not be empty, got no batch")
-    stored_values = histogram.stored_values
-    if stored_values is not None:  # the values were few, and are not counted
-        return ifmr(stored_values, params)
+    if not histogram.counts.size:  # the values were few, and are not counted
+        return ifmr(histogram.stored_values, params)
 
     # number, sum and mean of the values of each bin that has some
     occupied_bins = np.flatnonzero(histogram.counts)

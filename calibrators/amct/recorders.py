@@ -106,7 +106,7 @@ class HfmgOf(_Ordered):
 
     def restore(self, arrays: Arrays) -> HfmgHistogram:
         """Return a stored histogram."""
-        recorder = HfmgHistogram(self.nbins, samples_per_batch=self.samples_per_batch)
+        recorder = self.recorder(None)
         (lo, hi), _ = read_numbers(arrays, reals=2, wholes=0)
         counts = np.array(arrays["counts"], np.int32)
         if counts.shape != (self.nbins,) or counts.min() < 0:
