@@ -179,10 +179,13 @@ class _BoundsPropagation:
             return low - scalar, high - scalar
         if op_type == "Sub":
             return low + scalar, high + scalar
-        ends = (low * scalar, high * scalar)  # of x in x / 2; those of x * 2 replace them
         if op_type == "Mul":
-            ends = (low / scalar, high / scalar)
-        return min(ends), max(ends)  # a negative scalar exchanges them
+            low /= scalar
+            high /= scalar
+        else:
+            low *= scalar
+            high *= scalar
+        return min(low, high), max(low, high)  # a negative scalar exchanges them
 
     def _clip_bounds(self, node: onnx.NodeProto) -> Bounds | None:
         """Return the bounds of a HardSigmoid or Clip; None for any other node."""
@@ -227,9 +230,9 @@ class _BoundsPropagation:
         gate = self.graph.producer.get(factors[0]) if len(factors) == 1 else None
         if gate is None:
             return _UNBOUNDED
-        if gate.op_type == "Sigmoid":
+        if gate.op_type == "Sigmoid":  # SiLU, t * Sigmoid(t)
             return self._bounds_by_gate(tensor, gate.input[0], _SILU_FLOOR)
-        if gate.op_type == "Add":
+        if gate.op_type == "Add":  # GELU, t * (1 + Erf(t / sqrt 2)), times 0.5
             erf = self._find_erf(gate)
             if erf is None:
                 return _UNBOUNDED
@@ -244,7 +247,7 @@ class _BoundsPropagation:
         return self._bounds_by_gate(tensor, gate.input[0], gate_floor)
 
     def _find_erf(self, gate: onnx.NodeProto) -> onnx.NodeProto | None:
-        """Return the Erf node of 1 + Erf(u)."""
+        """Return the Erf node of 1 + Erf(u); None if the Add is another sum."""
         for name in gate.input:
             erf = self.graph.find_producer(name, "Erf")
             if erf is not None:

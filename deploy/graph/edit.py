@@ -123,7 +123,7 @@ def extract_nodes(
 
 def replace_field(repeated: Any, values: Iterable[Any]) -> None:
     """Replace a repeated field by copies of `values`, which may be elements of the field."""
-    copies = [type(value).FromString(value.SerializeToString()) for value in values]
+    copies = [copy_message(value) for value in values]
     del repeated[:]
     repeated.extend(copies)
 

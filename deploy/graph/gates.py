@@ -97,7 +97,7 @@ def find_gates(graph: Graph) -> tuple[Gate, ...]:
         while longer_gate is not None:
             gate = longer_gate
             longer_gate = _append_product(graph, gate)
-        if gate.factor:
+        if gate.factor:  # "" if no tensor is multiplied, so that it is no gate
             gates.append(_append_offset(graph, gate))
     return tuple(gates)
 

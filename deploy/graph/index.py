@@ -169,7 +169,7 @@ def all_reads(nodes: Iterable[onnx.NodeProto]) -> Iterator[str]:
 
 def all_outputs(nodes: Iterable[onnx.NodeProto]) -> set[str]:
     """Return the tensors that nodes make."""
-    return {name for node in nodes for name in node.output if name}
+    return set(map_producers(nodes))
 
 
 def count_reads(graph: onnx.GraphProto) -> Counter[str]:
@@ -273,12 +273,11 @@ class Graph:
         # meets all readers of a tensor before the node that makes it
         subgraph_reads = set(self.captured)
         for node in reversed(self.nodes):
-            is_read_in_subgraph = not subgraph_reads.isdisjoint(node.output)
-            if node.op_type in _MOVING and is_read_in_subgraph:
+            subgraph_reads_output = not subgraph_reads.isdisjoint(node.output)
+            if node.op_type in _MOVING and subgraph_reads_output:
                 moved_tensors.add(node.input[0])
-            # ONNX Runtime may put the nodes of an If's branch in place of the If. One of them may
-            # then move what the If captured, before another subgraph reads it.
-            elif _may_move_captures(node, is_read_in_subgraph):
+            # a tensor that an If reads inside may be moved there, before another subgraph reads it
+            elif _may_move_captures(node, subgraph_reads_output):
                 moved_tensors |= _captured_by(node)
             subgraph_reads |= moved_tensors
         return frozenset(moved_tensors)
@@ -412,20 +411,22 @@ def constant_nodes(nodes: Iterable[onnx.NodeProto]) -> dict[str, onnx.TensorProt
     return tensor_by_output
 
 
-def _may_move_captures(node: onnx.NodeProto, is_read_in_subgraph: bool) -> bool:
+def _may_move_captures(node: onnx.NodeProto, subgraph_reads_output: bool) -> bool:
     """Whether nodes inside an If may move what the If captures before another subgraph reads it.
+
+    An If captures the tensors that its nodes read and that are made outside.
 
     ONNX Runtime puts the nodes of a branch in place of an If whose condition is constant. There
     they stand before the subgraphs inside the branch, and before those that read the If's output.
 
     Args:
         node: an If, or another node; False for one without subgraphs.
-        is_read_in_subgraph: whether a subgraph of another node reads the node's output.
+        subgraph_reads_output: whether a subgraph of another node reads the node's output.
     """
     _, *inner_nodes = nested_nodes(node)
     if any(map(has_subgraph, inner_nodes)):
         return True
-    return is_read_in_subgraph and bool(inner_nodes)
+    return subgraph_reads_output and bool(inner_nodes)
 
 
 def _captured_by(node: onnx.NodeProto) -> set[str]:

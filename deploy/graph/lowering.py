@@ -24,7 +24,8 @@ Source: the schemas of ONNX, their functions and changelog (docs/Operators.md an
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -284,14 +285,15 @@ def lower_opset(
         )
 
     lowered = infer_types(_expand_functions(model, target_opset, to_decompose), data_prop=True)
-    lowering = _Lowering(to_decompose)
-    rewrite_nodes(lowered.graph, OpsetScope(source_opset, target_opset), lowering.lower_node)
+    rewritten: Counter[str] = Counter()
+    lower_node = partial(_lower_node, to_decompose=to_decompose, rewritten=rewritten)
+    rewrite_nodes(lowered.graph, OpsetScope(source_opset, target_opset), lower_node)
     del lowered.graph.value_info[:]  # the types that were needed to rewrite the nodes
     set_opset(lowered, target_opset)
     lowest_ir_version = helper.find_min_ir_version_for(lowered.opset_import, ignore_unknown=True)
     lowered.ir_version = min(lowered.ir_version, lowest_ir_version)
     _check_types(lowered)
-    return LoweredModel(lowered, dict(sorted(lowering.rewritten.items())))
+    return LoweredModel(lowered, dict(sorted(rewritten.items())))
 
 
 def _expand_functions(
@@ -326,82 +328,83 @@ def _expand_functions(
             typed, unwanted_operators, exclude=False, inline_schema_functions=True
         )
     except Exception:  # onnx before 1.20, or a type that is not known
-        return model  # then `lower_node` refuses these operators
+        return model  # then `_lower_node` refuses these operators
     drop_dead(inlined.graph)
     name_nodes(inlined.graph)
     return inlined
 
 
-@dataclass
-class _Lowering:
-    """Lowers the nodes of one model.
+def _lower_node(
+    node: onnx.NodeProto,
+    scope: OpsetScope,
+    *,
+    to_decompose: Collection[str],
+    rewritten: Counter[str],
+) -> Nodes:
+    """Return the nodes that compute a node with operators of the older opset.
 
-    Attributes:
+    Args:
+        node: the node; it stays as it is.
+        scope: the opsets, and the tensors around the node.
         to_decompose: operators to decompose although the opset has them.
-        rewritten: operator -> number of its nodes that were changed.
+        rewritten: operator -> number of its nodes that need others, or another form; counted here.
+
+    Raises:
+        ExportError: it has no form there, so that a reader of the file, such as TensorRT's
+            parser, would refuse it.
     """
+    if not is_standard(node):
+        return [node]
+    opset = scope.target_opset
+    try:
+        nodes = _write_older_form(node, scope, to_decompose)
+    except CannotRewrite as error:
+        raise ExportError(
+            f"every node must have a form in opset {opset} that the parser reads, got"
+            f" {node.op_type} '{node.name}', which has none here: {error}; export the model"
+            f" with opset {opset} or with other operators"
+        ) from error
+    if len(nodes) > 1 or nodes[0] != node:
+        rewritten[node.op_type] += 1
+    return nodes
 
-    to_decompose: Collection[str]
-    rewritten: Counter[str] = field(default_factory=Counter)
 
-    def lower_node(self, node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
-        """Return the nodes that compute a node with operators of the older opset.
+def _write_older_form(
+    node: onnx.NodeProto, scope: OpsetScope, to_decompose: Collection[str]
+) -> Nodes:
+    """Return the nodes that compute a node in the older opset; the node itself if it may stay.
 
-        A node that needs others, or another form, is counted in `rewritten`.
+    A function of `_WRITERS` writes it with other operators in three cases: the older opset lacks
+    its operator, it is to be decomposed, or the operator computed something else there. In all
+    other cases the node keeps its operator and takes the form of the older opset.
 
-        Raises:
-            ExportError: it has no form there, so that a reader of the file, such as TensorRT's
-                parser, would refuse it.
-        """
-        if not is_standard(node):
-            return [node]
-        opset = scope.target_opset
-        try:
-            nodes = self._write_older_form(node, scope)
-        except CannotRewrite as error:
-            raise ExportError(
-                f"every node must have a form in opset {opset} that the parser reads, got"
-                f" {node.op_type} '{node.name}', which has none here: {error}; export the model"
-                f" with opset {opset} or with other operators"
-            ) from error
-        if len(nodes) > 1 or nodes[0] != node:
-            self.rewritten[node.op_type] += 1
-        return nodes
+    Raises:
+        CannotRewrite: it has no older form that is known here.
+    """
+    op_type = node.op_type
+    schema = find_schema(op_type, scope.source_opset)
+    old_schema = find_schema(op_type, scope.target_opset)
+    changed_opset = _OPSET_OF_NEW_MEANING.get(op_type)
+    has_other_meaning = (
+        changed_opset is not None and scope.target_opset < changed_opset <= scope.source_opset
+    )
+    if old_schema is None or op_type in to_decompose or has_other_meaning:
+        if op_type not in _WRITERS:
+            raise CannotRewrite("no other operators are known that compute it")
+        builder = _NodeBuilder(node, scope)
+        _WRITERS[op_type](builder)
+        return builder.finish()
 
-    def _write_older_form(self, node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
-        """Return the nodes that compute a node in the older opset; the node itself if it may stay.
-
-        A function of `_WRITERS` writes it with other operators in three cases: the older opset
-        lacks its operator, it is to be decomposed, or the operator computed something else there.
-        In all other cases the node keeps its operator and takes the form of the older opset.
-
-        Raises:
-            CannotRewrite: it has no older form that is known here.
-        """
-        op_type = node.op_type
-        schema = find_schema(op_type, scope.source_opset)
-        old_schema = find_schema(op_type, scope.target_opset)
-        changed_opset = _OPSET_OF_NEW_MEANING.get(op_type)
-        has_other_meaning = (
-            changed_opset is not None and scope.target_opset < changed_opset <= scope.source_opset
-        )
-        if old_schema is None or op_type in self.to_decompose or has_other_meaning:
-            if op_type not in _WRITERS:
-                raise CannotRewrite("no other operators are known that compute it")
-            builder = _NodeBuilder(node, scope)
-            _WRITERS[op_type](builder)
-            return builder.finish()
-
-        # an operator that the newer opset dropped, or one with the same form in both, stays
-        if schema is None or schema.since_version == old_schema.since_version:
-            return [node]
-        if schema.since_version > NEWEST:  # this module does not know how that opset changed it
-            raise CannotRewrite(f"opset {schema.since_version} changed it")
-        rules = find_downgrades(node, scope.source_opset, scope.target_opset)
-        nodes = change_form(copy_message(node), rules, scope)
-        if nodes[-1].op_type == op_type:  # else `change_form` made an Identity of it
-            _drop_new_attributes(nodes[-1], schema, old_schema)
-        return nodes
+    # an operator that the newer opset dropped, or one with the same form in both, stays
+    if schema is None or schema.since_version == old_schema.since_version:
+        return [node]
+    if schema.since_version > NEWEST:  # this module does not know how that opset changed it
+        raise CannotRewrite(f"opset {schema.since_version} changed it")
+    rules = find_downgrades(node, scope.source_opset, scope.target_opset)
+    nodes = change_form(copy_message(node), rules, scope)
+    if nodes[-1].op_type == op_type:  # else `change_form` made an Identity of it
+        _drop_new_attributes(nodes[-1], schema, old_schema)
+    return nodes
 
 
 def _drop_new_attributes(
@@ -457,10 +460,11 @@ def _check_types(model: onnx.ModelProto) -> None:
     replace_nodes(checked.graph, standard_nodes)
     outputs = [value for value in checked.graph.output if value.name not in custom_results]
     replace_field(checked.graph.output, outputs)
+    opset = opset_of(model)
     try:
         shape_inference.infer_shapes(checked, check_type=True, strict_mode=True)
     except Exception as error:  # the C++ binding raises no specific class
         raise ExportError(
-            f"every node must have a form in opset {opset_of(model)}, got: {first_line(error)};"
-            f" export the model with opset {opset_of(model)}"
+            f"every node must have a form in opset {opset}, got: {first_line(error)};"
+            f" export the model with opset {opset}"
         ) from error

@@ -556,12 +556,11 @@ def _softmax_over_axis(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
     source = node.input[0]
     output = node.output[0]
     shape = scope.shapes.get(source)
+    if shape is None and axis < -1:  # counted from an end that is not known
+        raise CannotRewrite(f"the shape of {source} is not known")
+    is_one_axis = axis == -1  # no axis comes after the last one, whatever the shape
     if shape is not None and -len(shape) <= axis < len(shape):
         is_one_axis = all(size == 1 for size in shape[axis % len(shape) + 1 :])
-    else:  # the shape is unknown: only the last axis has surely none after it
-        is_one_axis = axis == -1
-    if not is_one_axis and axis < 0 and shape is None:
-        raise CannotRewrite(f"the shape of {source} is not known")
     drop_attribute(node, "axis")
     if is_one_axis:
         _set_attribute(node, "axis", axis)

@@ -52,8 +52,8 @@ class Placement:
             tensor and a scalar is glue too, with the scalar in int8. A ConvTranspose stays float
             unless it makes one tile of each pixel, and glue if its kernel is missing or computes
             something else.
-        pairs_everywhere: pairs on all inputs and outputs of every node that can run on the
-            grid (DLA).
+        runs_on_dla: the rules of DLA, NVIDIA's accelerator in Jetson chips, hold. Pairs stand on
+            all inputs and outputs of every node that can run on the grid.
         per_tensor: op types whose weights get one scale per tensor.
         passes_int8: op types that stay float between an int8 node and glue without separating them.
         float_after_concat: readers of a Concat stay float unless int8 nodes make all its inputs.
@@ -74,7 +74,7 @@ class Placement:
     glue: frozenset[str]
     keeps_scale: frozenset[str]
     runs_on_onnxruntime: bool = False
-    pairs_everywhere: bool = False
+    runs_on_dla: bool = False
     weights: Grid = INT8
     per_tensor: frozenset[str] = frozenset()
     passes_int8: frozenset[str] = frozenset()
@@ -143,7 +143,7 @@ TENSORRT_FP8 = replace(
 DLA = replace(
     TENSORRT,
     name="DLA",
-    pairs_everywhere=True,
+    runs_on_dla=True,
     glue=MOVES
     | POOLS
     | {"GlobalMaxPool", "Relu", "Clip", "LeakyRelu", "PRelu", "Sigmoid", "Tanh", "Abs"}

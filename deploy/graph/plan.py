@@ -264,9 +264,8 @@ def _find_float_reasons(
                 unscaled_tensor_by_node[node.name] = tensor
         reasons[node.name] = refusal
 
-    # on DLA, a part of NVIDIA's Jetson chips, every node that can run in int8 does: neighbours do
-    # not matter
-    if placement.pairs_everywhere:
+    # on DLA every node that can run in int8 does: neighbours do not matter
+    if placement.runs_on_dla:
         return reasons, unscaled_tensor_by_node
     has_changed = True
     while has_changed:
@@ -449,25 +448,27 @@ def _decide(
         gate_by_node: node of a gate -> the node of `graph` that stands for it.
         bias_add_by_matmul: name of a MatMul -> the Add of its bias, which is fused into it too.
     """
-    layer_by_output = {}  # output of a layer, or of the last node fused into it -> the layer's name
+    host_by_output = {}  # output of a node, or of the last one fused into it -> the node's name
     for node in graph.nodes:
         if node.op_type in placement.runnable_op_types:
-            layer_by_output[graph.fused_output(node)] = node.name
+            host_by_output[graph.fused_output(node)] = node.name
     for matmul, add in bias_add_by_matmul.items():  # the Add, and a Relu or Clip after it
-        layer_by_output |= {add.output[0]: matmul, graph.fused_output(add): matmul}
+        host_by_output |= {add.output[0]: matmul, graph.fused_output(add): matmul}
 
     decisions = []
     for node in nodes:
         # the node in `graph`: the one that stands for a gate, or itself
         name_in_graph = gate_by_node.get(node.name, node.name)
-        layer_name = layer_by_output.get(node.output[0], name_in_graph)  # itself if it is not fused
+        # the node that it is fused into, or itself
+        host_name = host_by_output.get(node.output[0], name_in_graph)
+        is_fused = host_name != name_in_graph
         reason = float_reasons[name_in_graph]
-        # a fused node, such as a Clip, has a reason since it cannot run in int8 by itself; what
-        # counts is the layer that it is fused into
-        if reason and layer_name != name_in_graph:
-            reason = "the node before it is float" if float_reasons[layer_name] else ""
+        # a fused Relu or Clip has a reason of its own, since no int8 kernel computes it alone; what
+        # counts is whether its host is float
+        if is_fused and reason:
+            reason = "the node before it is float" if float_reasons[host_name] else ""
         precision = FLOAT32 if reason else placement.grid.name
-        unscaled_tensor = unscaled_tensor_by_node.get(layer_name, "")
+        unscaled_tensor = unscaled_tensor_by_node.get(host_name, "")
         decisions.append(Decision(node.name, node.op_type, precision, reason, unscaled_tensor))
     return tuple(decisions)
 
@@ -479,7 +480,7 @@ def _place_pairs(graph: Graph, placement: Placement, int8_nodes: Nodes) -> tuple
     front of the nodes that run in int8.
     """
     tensors = (*graph.inputs, *graph.producer)
-    if placement.pairs_everywhere or placement.runs_on_onnxruntime:
+    if placement.runs_on_dla or placement.runs_on_onnxruntime:
         paired_tensors = _find_paired_tensors(graph, placement, int8_nodes)
         return tuple(QdqPair(name, consumers=None) for name in tensors if name in paired_tensors)
     readers = _find_pair_readers(graph, placement, int8_nodes)
@@ -495,7 +496,7 @@ def _find_paired_tensors(graph: Graph, placement: Placement, int8_nodes: Nodes) 
     paired_tensors: set[str] = set()
     for node in int8_nodes:
         paired_tensors.update(graph.data_inputs(node))
-        if placement.pairs_everywhere:  # DLA
+        if placement.runs_on_dla:
             paired_tensors.add(node.output[0])
         elif node.op_type == "Split":
             paired_tensors.update(node.output)

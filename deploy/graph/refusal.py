@@ -36,11 +36,12 @@ from deploy.graph.placement import (
 Tile = tuple[int, int]
 _ACTIVATIONS = frozenset({GATE, "Sigmoid", "Mul", "LeakyRelu"})
 _MIN_CHANNELS = 24  # output channels with which a first Conv is faster in int8
-# the same over one input channel, also of products: with fewer the int8 kernel, which gathers every
+# over one input channel, as in a grey picture: output channels, or products per output value, with
+# which a first Conv is faster in int8. With fewer of both the int8 kernel, which gathers every
 # window, takes longer (float over int8, windows of 3 to 7: 16 channels 0.51 to 0.84, 32 channels
 # 0.66 to 1.02, 64 channels 0.88 to 1.40 with AVX512-VNNI; 0.70 to 0.84, 0.87 to 0.93 and 1.03 to
 # 1.09 with AVX2)
-_MIN_OF_GREY = 64
+_MIN_GREY_COUNT = 64
 _MIN_PRODUCTS = 27  # products per output value of a 3x3 window over three colours
 # ONNX Runtime moves the DequantizeLinear past data movement and then looks for the body's tensor
 # among the inputs of the If (1.31, 1.32): an assertion that no caller can catch.
@@ -137,7 +138,7 @@ def _find_first_conv_refusal(graph: Graph, node: onnx.NodeProto, placement: Plac
     # over one channel, the int8 kernel gathers every window, which costs more than it saves unless
     # there are many products or output channels
     reads_grey_picture = input_channels == 1 and len(window_sizes) > 1
-    is_slow_on_grey = reads_grey_picture and max(products, output_channels) < _MIN_OF_GREY
+    is_slow_on_grey = reads_grey_picture and max(products, output_channels) < _MIN_GREY_COUNT
     # before a MaxPool that int8 nodes read, a float Conv would make the pool slower
     is_slower = saves_little or is_slow_on_grey
     if is_slower and not _feeds_int8_through_pool(graph, placement, node):
@@ -151,13 +152,13 @@ def _find_glue_refusal(graph: Graph, node: onnx.NodeProto, placement: Placement)
 
     Its attributes and constant operands decide. "" if it has a kernel.
     """
-    if placement.pairs_everywhere:  # NVIDIA's DLA, which takes constant operands
-        dla_refusal = _find_dla_refusal(graph, node)
-        if dla_refusal:
-            return dla_refusal
-    # of the other targets, only ONNX Runtime takes a constant operand, and only a scalar
-    elif has_constant_operand(graph, node) and not is_scalar_glue(graph, placement, node):
+    # DLA takes constant operands, ONNX Runtime only scalars, any other target none
+    takes_operands = placement.runs_on_dla or not has_constant_operand(graph, node)
+    if not takes_operands and not is_scalar_glue(graph, placement, node):
         return "one of its operands is constant"
+    dla_refusal = _find_dla_refusal(graph, node) if placement.runs_on_dla else ""
+    if dla_refusal:
+        return dla_refusal
 
     if node.op_type == "Pad":
         return _find_pad_refusal(graph, node)
@@ -203,7 +204,7 @@ def _quantized_tensors(graph: Graph, node: onnx.NodeProto, placement: Placement)
     tensors = graph.data_inputs(node)
     if placement.runs_on_onnxruntime:
         tensors.append(graph.fused_output(node))
-    if placement.pairs_everywhere:  # on DLA, also the tensor between the node and a fused Relu
+    if placement.runs_on_dla:  # on DLA, also the tensor between the node and a fused Relu
         tensors.append(node.output[0])
     return tensors
 

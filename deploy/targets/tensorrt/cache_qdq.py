@@ -176,7 +176,7 @@ def concat_groups(
     a group too.
     """
     joining_operators = {"Concat"}
-    if plan.placement.pairs_everywhere:  # as for DLA: the outputs of pools have pairs too
+    if plan.placement.runs_on_dla:  # the outputs of pools have pairs too
         joining_operators |= POOLING_OPS
     candidates = frozenset(tensors)
     groups: list[frozenset[str]] = []
