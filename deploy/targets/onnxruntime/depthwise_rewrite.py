@@ -234,10 +234,10 @@ def _is_worthwhile(graph: Graph, context: RewriteContext, region: _Region) -> bo
 
     A region is the tensors and Convs that get more channels together.
 
-    Gain: each product of the depthwise Convs becomes faster by `extra_time`. Cost: all Convs of the
-    region, the dense ones too, compute products with the added channels. The unit of time is one
-    product in a depthwise int8 Conv of a multiple of 16 channels; `context.kernels` has the times
-    of other products, measured for the CPU.
+    Gain: each product of the depthwise int8 Convs becomes faster by `extra_time`. Cost: all Convs
+    of the region, the dense ones too, compute products with the added channels. The unit of time is
+    one product in a depthwise int8 Conv of a multiple of 16 channels; `context.kernels` has the
+    times of other products, measured for the CPU.
     """
     kernels = context.kernels
     float_graph = context.float_graph
@@ -254,7 +254,7 @@ def _is_worthwhile(graph: Graph, context: RewriteContext, region: _Region) -> bo
         products = math.prod(conv.weight.dims) * _pixel_count(output_shape)
         added_products = products / region.channels * region.added_channels
         if conv.is_depthwise:
-            cost += added_products  # times 1, the unit, which a float32 product takes roughly too
+            cost += added_products  # each takes one unit of time, in float32 too, roughly
             if is_int8:
                 gain += products * extra_time
         else:

@@ -64,8 +64,8 @@ class _FusedGate(ReplacementNodes):
     """The new nodes of one gate, and their constants.
 
     Attributes:
-        source, factor: the gate's tensors, by the names under which its nodes read them: the output
-            of a Q/DQ pair may have another name than the tensor of the float model.
+        read_source, read_factor: the gate's tensors, by the names under which its nodes read them:
+            the output of a Q/DQ pair may have another name than the tensor of the float model.
         output: the tensor that the gate makes.
         channels: of the output, as `_channel_count` returns them.
     """
@@ -77,8 +77,8 @@ class _FusedGate(ReplacementNodes):
         self.gate = gate
         self.channels = channels
         read_name = map_read_names(gate_nodes)
-        self.source = read_name[gate.source]
-        self.factor = read_name[gate.factor]
+        self.read_source = read_name[gate.source]
+        self.read_factor = read_name[gate.factor]
         self.output = gate_nodes[-1].output[0]
 
     def write(self) -> Nodes:
@@ -105,16 +105,18 @@ class _FusedGate(ReplacementNodes):
         has_usual_alpha = math.isclose(alpha, 1 / 6, rel_tol=_REL_TOLERANCE)
         has_usual_constants = has_usual_alpha and math.isclose(beta, 0.5)
         if has_usual_constants and gate.source == gate.factor:
-            return [make_node("HardSwish", [self.source], output, name)]
-        sigmoid = self.make_named_node("HardSigmoid", [self.source], "open", alpha=alpha, beta=beta)
-        inputs = [self.factor, sigmoid.output[0]]
+            return [make_node("HardSwish", [self.read_source], output, name)]
+        sigmoid = self.make_named_node(
+            "HardSigmoid", [self.read_source], "open", alpha=alpha, beta=beta
+        )
+        inputs = [self.read_factor, sigmoid.output[0]]
         return [sigmoid, make_node("Mul", inputs, output, name)]
 
     def _write_affine(self, product: str, scale: float) -> Nodes:
         """Return the nodes that compute product * scale + the gate's offset.
 
         They are a Mul and an Add, or one BatchNormalization of mean 0 and variance 1 if the number
-        of channels is known.
+        of channels is known. The constant with the offset is called NAME/shift.
         """
         scale32 = np.float32(scale)
         offset = np.float32(self.gate.offset)

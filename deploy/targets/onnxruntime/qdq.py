@@ -302,15 +302,15 @@ class _QdqWriter:
         node = self.node_by_name[target.node]
         scales = self._weight_scales(node, target)
         node.input[1] = self._store_weight(node, target, scales)
-        bias = self._integer_bias(target)
-        if bias:
-            node.input[2] = self._store_bias(node, bias, scales)
+        bias_name = self._integer_bias(target)
+        if bias_name:
+            node.input[2] = self._store_bias(node, bias_name, scales)
 
     def _integer_bias(self, target: WeightTarget) -> str:
-        """Return the bias of a layer if it is stored as int32, else ""."""
-        bias = target.bias or ""
-        is_stored = self.plan.placement.runs_on_onnxruntime and bias in self.initializers
-        return bias if is_stored else ""
+        """Return the name of a layer's bias if it is stored as int32, else ""."""
+        bias_name = target.bias or ""
+        is_stored = self.plan.placement.runs_on_onnxruntime and bias_name in self.initializers
+        return bias_name if is_stored else ""
 
     def _weight_scales(self, node: onnx.NodeProto, target: WeightTarget) -> Scales32:
         """Return the scales of a weight, [C_out], or [1] for one scale of all channels.
@@ -334,9 +334,9 @@ class _QdqWriter:
                 ),
             )
         scales = self.round_scales(scales)
-        bias = self._integer_bias(target)
-        if bias:  # in too small steps it exceeds int32
-            bias_values = numpy_helper.to_array(self.initializers[bias])
+        bias_name = self._integer_bias(target)
+        if bias_name:  # in too small steps it exceeds int32
+            bias_values = numpy_helper.to_array(self.initializers[bias_name])
             scales = _widen_for_bias(scales, bias_values, self._input_scale(node))
         return scales
 
@@ -379,16 +379,16 @@ class _QdqWriter:
         self.dequantized_weights[key] = dequantized
         return dequantized
 
-    def _store_bias(self, node: onnx.NodeProto, bias: str, weight_scales: Scales32) -> str:
+    def _store_bias(self, node: onnx.NodeProto, bias_name: str, weight_scales: Scales32) -> str:
         """Return the dequantized tensor of a bias, in steps of input scale * weight scale."""
-        values = numpy_helper.to_array(self.initializers[bias]).reshape(-1)
+        values = numpy_helper.to_array(self.initializers[bias_name]).reshape(-1)
         scales = (weight_scales * self._input_scale(node)).astype(np.float32)
         with np.errstate(divide="ignore", invalid="ignore"):
             steps = np.rint(values.astype(np.float64) / scales)
         steps = np.nan_to_num(steps).clip(-_INT32_MAX, _INT32_MAX)
         integers = steps.astype(np.int32)
         axis = 0 if scales.size > 1 else None
-        return self._add_dequantized_constant(f"{bias}/{node.name}", integers, scales, axis)
+        return self._add_dequantized_constant(f"{bias_name}/{node.name}", integers, scales, axis)
 
     def _input_scale(self, node: onnx.NodeProto) -> np.float32:
         """Return the scale of a layer's input."""

@@ -243,8 +243,9 @@ def _why_no_sum(node: onnx.NodeProto, scope: RewriteScope) -> str:
     """
     if node.name not in scope.context.float_nodes:
         return "it is int8"
+    # a user's pairs ask for the integer kernel, but not around a layer whose weight the user left
+    # float: the kernel would round the weight too
     has_float_weight = node.op_type in _ROUNDED_LAYERS and node.input[1] in scope.graph.constants
-    # an integer kernel of these layers would round their weight too, which the user left float
     if scope.context.has_given_pairs and not has_float_weight:
         return "the user put pairs around it"
 

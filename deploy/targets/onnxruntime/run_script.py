@@ -13,6 +13,7 @@ has no part here are listed by their shapes and ranges.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from string import Template
 
 import onnx
@@ -358,9 +359,9 @@ def _box_text(task: BoxDetection, outputs: Outputs) -> str:
         return _list_text(decoder, outputs) if decoder.coding == "corners" else ""
     if decoder.coding not in _CORNER_LINES:
         return ""
-    layouts = set()
-    for columns_of_levels in _columns_by_name(decoder).values():
-        layouts |= {columns.layout for columns in columns_of_levels}
+    # the layouts of all columns: of scores, boxes, ... of each level (feature map)
+    all_columns = chain.from_iterable(_columns_by_name(decoder).values())
+    layouts = {columns.layout for columns in all_columns}
     if len(layouts) > 1 or ANCHOR_MAP in layouts:
         return ""
     (layout,) = layouts
@@ -374,7 +375,7 @@ def _box_text(task: BoxDetection, outputs: Outputs) -> str:
     extras = _box_extras(decoder, is_relative=bool(scale))  # points, masks or angles of the boxes
 
     strides = ""
-    functions = extras.functions
+    functions = extras.functions  # Python text, which comes after that of the rows
     if CODINGS[decoder.coding].uses_cells:  # boxes are relative to the cells of feature maps
         strides = f"STRIDES = {[*decoder.strides]}  # pixels from cell to cell\n"
         functions += _template_part("cells")

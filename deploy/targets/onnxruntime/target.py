@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from deploy.calibration.ranges import RangeSet
     from deploy.frontends.base import QdqCalibration
     from deploy.graph.placement import Placement
-    from deploy.graph.plan import Decision, FloatNodes, ModelAnalysis, Plan
+    from deploy.graph.plan import Decision, FloatNodes, Plan
     from deploy.tasks.evaluation_task import EvaluationTask
     from deploy.tasks.rows import Outputs
     from deploy.tensors import Session
@@ -115,7 +115,7 @@ class OnnxRuntime(Target):
 
     def trial(self, request: BuildRequest) -> onnx.ModelProto:
         """Return the engine itself."""
-        return self._write_pairs(request).rewrite_for(request.cpu)
+        return self._write_pairs(request).rewrite_for(request)
 
     evaluated = trial
 
@@ -129,14 +129,14 @@ class OnnxRuntime(Target):
         from deploy.targets.onnxruntime.qdq import write_qdq
         from deploy.targets.prequantized import qdq_decisions
 
-        ranges = request.ranges_of(self)
+        ranges = request.ranges_of(self)  # calibrated, or those of the pairs of a user's Q/DQ model
         trained = request.trained  # the user's Q/DQ model; None if the model has no pairs
+        # a file that computes in float16 between its pairs gets new pairs, around float32
         was_float16 = request.subject.loaded.was_float16
         if trained is not None and trained.all_pairs_are("uint8") and not was_float16:
             decisions = qdq_decisions(trained, request.model, self.placement)
-            user_ranges = dict(ranges.scales)  # those of the user's pairs
             model = copy_message(trained.model)  # `_PairedModel.rewrite_for` changes it
-            return _PairedModel(model, decisions, user_ranges, request.model_analysis)
+            return _PairedModel(model, decisions, dict(ranges.scales))
 
         plan = self._plan_pairs(request, ranges)
         model = write_qdq(
@@ -147,7 +147,7 @@ class OnnxRuntime(Target):
             memoize=request.compute_once,
         )
         pair_ranges = _ranges_of_pairs(plan, ranges)
-        return _PairedModel(model, plan.decisions, pair_ranges, request.model_analysis, plan)
+        return _PairedModel(model, plan.decisions, pair_ranges, plan)
 
     def _plan_pairs(self, request: BuildRequest, ranges: RangeSet) -> Plan:
         """Return which nodes run in int8, and which tensors get pairs, with these ranges.
@@ -185,7 +185,7 @@ class OnnxRuntime(Target):
         # these two read the planned pairs, which `rewrite_for` changes in place
         saturating_nodes = find_saturating_layers(paired.model)
         pair_notes = self._pair_notes(request, paired)
-        model = paired.rewrite_for(request.cpu)
+        model = paired.rewrite_for(request)
         if request.subject.loaded.was_float16:
             store_halves(model.graph)
 
@@ -299,28 +299,26 @@ def _recognise_task(request: BuildRequest) -> tuple[EvaluationTask | None, Outpu
 
 @dataclass(frozen=True, slots=True)
 class _PairedModel:
-    """A model with pairs, and the analysis and plan it was made from.
+    """A model with pairs, and the plan it was made from.
 
     Attributes:
         model: model with pairs.
         decisions: precision of each node.
         ranges: tensor -> range of its pair.
-        analysis: analysis of the float model.
         plan: the plan of the pairs; None for a Q/DQ model that is kept unchanged.
     """
 
     model: onnx.ModelProto
     decisions: tuple[Decision, ...]
     ranges: dict[str, Scale]
-    analysis: ModelAnalysis
     plan: Plan | None = None
 
-    def rewrite_for(self, cpu: str) -> onnx.ModelProto:
+    def rewrite_for(self, request: BuildRequest) -> onnx.ModelProto:
         """Return the engine: the model rewritten for ONNX Runtime's kernels on a kind of CPU.
 
         Call it last: the rewrites change `self.model`, which has the planned pairs.
 
-        `cpu`: "this" for this machine's kind, or a key of `KERNELS`, such as "vnni".
+        `request`: has the kind of CPU, and the analysis of the float model.
         """
         from deploy.runtimes.ort import cpu_kind
         from deploy.targets.onnxruntime.rewrite_base import KERNELS, RewriteContext
@@ -328,11 +326,13 @@ class _PairedModel:
 
         # gates: products with a Hard-Sigmoid, as in Hard-Swish; the plan has some of them in int8
         int8_gates = () if self.plan is None else self.plan.gates
-        float_gates = [gate for gate in self.analysis.gates if gate not in int8_gates]
+        analysis = request.model_analysis
+        float_gates = [gate for gate in analysis.gates if gate not in int8_gates]
         float_nodes = {decision.node for decision in self.decisions if not decision.quantized}
+        cpu = request.cpu  # "this" for this machine's kind, or a key of `KERNELS`, such as "vnni"
         kind = cpu_kind() if cpu == "this" else cpu
         context = RewriteContext(
-            float_graph=self.analysis.graph,
+            float_graph=analysis.graph,
             float_nodes=frozenset(float_nodes),
             float_gates=tuple(float_gates),
             has_given_pairs=self.plan is None,  # without a plan, the pairs are the user's

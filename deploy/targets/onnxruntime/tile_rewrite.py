@@ -118,13 +118,13 @@ class _TiledLayer(ReplacementNodes):
         output = self.node.output[0]
         conv = make_node("Conv", inputs, f"{output}{TILES}", self.name)
         tail_output = quantize.input[0]  # output of the activation, or of the layer itself
-        self._redirect_reader(output)
+        self._let_reader_read_tiles(output)
         if tail_output != output:  # there is an activation
-            self._redirect_reader(tail_output)
+            self._let_reader_read_tiles(tail_output)
             self.graph.producer[tail_output].output[0] = f"{tail_output}{TILES}"
         return [*constants, conv]
 
-    def _redirect_reader(self, tensor: str) -> None:
+    def _let_reader_read_tiles(self, tensor: str) -> None:
         """Let the only reader of a tensor read the tensor of tiles in its place."""
         (reader,) = self.graph.readers[tensor]
         reader.input[0] = f"{tensor}{TILES}"

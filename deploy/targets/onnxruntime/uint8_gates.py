@@ -217,7 +217,7 @@ class GateWriter:
         step = float(clip_params.scale)
         zero_level = clip_params.zero - clip_params.steps
         top_level = zero_level + round(gate.top / step)
-        integers = f"{gate.source}/quantized"
+        integers = f"{gate.source}/quantized"  # made by the pair of the source
         clip_nodes: Nodes = []
         if zero_level > 0 or top_level < 255:
             limits = [
@@ -237,9 +237,10 @@ class GateWriter:
         """Add the offset to a gate's product; return (tensor that the Mul is to write, new nodes).
 
         A gate computes factor * gain * clip(source + shift, 0, top) + offset. An offset of an
-        integer number of steps takes no node: the Mul writes the gate's output, and `quantize` gets
-        another zero point than its DequantizeLinear, which adds the offset. Else the product gets a
-        pair of its own and an int8 Add.
+        integer number of steps takes no node: the Mul writes the gate's output, which `quantize`
+        then reads without the offset. It gets the zero point of the product, and the
+        DequantizeLinear after it keeps that of the output, which adds the offset. Else the product
+        gets a pair of its own and an int8 Add.
 
         Args:
             gate: the gate.
@@ -250,12 +251,12 @@ class GateWriter:
         if not gate.offset:
             return output, []
         name = f"{gate.name}/product"
-        scale, zero_point = output_range.on(UINT8)
-        output_params = fit_output_offset(scale, zero_point, gate.offset)
+        output_params = fit_output_offset(*output_range.on(UINT8), gate.offset)
         if output_params.steps:  # 0 if the offset is no integer number of steps
-            # product and product + offset have the same integers, of different zero points
-            zero_point_of_product = np.array(output_params.zero + output_params.steps, np.uint8)
-            quantize.input[2] = self.add_constant(f"{name}/zero_point", zero_point_of_product)
+            zero_of_product = output_params.zero + output_params.steps
+            quantize.input[2] = self.add_constant(
+                f"{name}/zero_point", np.array(zero_of_product, np.uint8)
+            )
             return output, []
 
         product_lo = output_range.lo - gate.offset
