@@ -461,14 +461,14 @@ class ProgressReporter:
             phases = list(self.phases)
             now = self.clock()
         innermost = phases[-1]
+        # the first of them has ended: it is named only while no other one runs
+        names = ": ".join(phase.name for phase in phases[1:] or phases)
         if self.is_terminal:
             if now - self._start_time >= FIRST_S:
-                draw(_format_bar(phases, now))
+                draw(_format_bar(names, innermost, now))
         elif self._is_line_due(innermost, now):
             innermost.has_line = True
             self._last_line_time = now
-            # the first phase has ended: it is named only while no other runs
-            names = ": ".join(phase.name for phase in phases[1:] or phases)
             say(f"calib8: {names}: {innermost.describe(now)}", err=True)
 
     def _is_line_due(self, phase: Phase, now: float) -> bool:
@@ -560,21 +560,19 @@ def say_progress(line: str) -> None:
         say(f"calib8: {line}", err=True)
 
 
-def _format_bar(phases: Sequence[Phase], now: float) -> str:
+def _format_bar(names: str, innermost: Phase, now: float) -> str:
     """Return a progress line that fits the terminal, with a bar if the fraction done is known.
 
     Args:
-        phases: the outer phase that ended last, then those in progress, each inside the one before;
-            the last one's progress is shown.
+        names: names of the phases in progress, as text.
+        innermost: the phase whose progress is shown.
         now: time of the run's clock, in seconds.
     """
     from tqdm import tqdm
 
-    shown_phases = phases[1:] or phases  # the one that ended is shown only while no other runs
-    names = ": ".join(phase.name for phase in shown_phases)
-    description = phases[-1].describe(now)
+    description = innermost.describe(now)
     columns = terminal_columns()
-    share = phases[-1].share(now)
+    share = innermost.share(now)
     if share is None:
         return f"{names}: {description}"[:columns]
     line = tqdm.format_meter(
