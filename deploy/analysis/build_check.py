@@ -185,9 +185,10 @@ class _ShippedFiles:
         calibration_digest: of the build's calibration images; "" if unknown.
         alerts: sentences on files that are not as the build wrote them.
         image_doubts: sentences on the preprocessing, for evaluation samples that are images.
-        assumes_inputs: whether the preprocessing is calib8's default, which the build had.
-        is_random: whether random numbers hid what int8 loses in the build. ONNX Runtime may leave
-            out the Dropout of a model that calibration ran.
+        had_assumed_inputs: whether the build took calib8's default preprocessing, and the user sets
+            no other.
+        had_random_outputs: whether the same float model gave other outputs at each run in the
+            build. A run here may not show that: ONNX Runtime may leave out its Dropout.
     """
 
     title: str
@@ -201,8 +202,8 @@ class _ShippedFiles:
     calibration_digest: str = ""
     alerts: tuple[str, ...] = ()
     image_doubts: tuple[str, ...] = ()
-    assumes_inputs: bool = False
-    is_random: bool = False
+    had_assumed_inputs: bool = False
+    had_random_outputs: bool = False
 
 
 def _read_build(
@@ -241,16 +242,13 @@ def _read_build(
     if report.feed is not None and not request.is_quantized:  # a Q/DQ model is not calibrated
         calibration_digest = report.feed.digest or ""
     stored_preprocess = report.feed.preprocess if report.feed else {}
-    # a build from arrays does not know how images are prepared for the model. Without an accuracy,
-    # the build used neither: a Q/DQ model was then run on random numbers
-    is_preprocess_known = bool(
-        not any(engine.accuracy for engine in report.engines)
-        or stored_preprocess
-        or dataset.preprocess
-        or loaded.metadata_preprocess
-    )
+    # a build that ran samples without preprocessing was fed arrays: nothing in it says how images
+    # become inputs. A Q/DQ model may be built without samples, and then has no accuracy
+    ran_samples = any(engine.accuracy for engine in report.engines)
+    has_preprocess = stored_preprocess or dataset.preprocess or loaded.metadata_preprocess
+    image_doubts = (_FED_ARRAYS,) if ran_samples and not has_preprocess else ()
     verdicts = [engine.verdict for engine in report.engines if engine.verdict]
-    had_assumed_inputs = any(verdict.assumes_inputs for verdict in verdicts)
+    had_default_inputs = any(verdict.assumes_inputs for verdict in verdicts)
     shipped = _ShippedFiles(
         title=f"calib8: the files of {build.name}, checked against {loaded.source or loaded.name}",
         loaded=loaded,
@@ -262,9 +260,10 @@ def _read_build(
         metric=metric,
         calibration_digest=calibration_digest,
         alerts=(*_change_alerts(verification, results), *reference_alerts),
-        image_doubts=() if is_preprocess_known else (_FED_ARRAYS,),
-        assumes_inputs=had_assumed_inputs and dataset.preprocess is None,
-        is_random=against is None and any(verdict.blames_randomness for verdict in verdicts),
+        image_doubts=image_doubts,
+        had_assumed_inputs=had_default_inputs and dataset.preprocess is None,
+        had_random_outputs=against is None
+        and any(verdict.blames_randomness for verdict in verdicts),
     )
     return shipped, with_stored_preprocess(dataset, stored_preprocess, build.path)
 
@@ -310,7 +309,7 @@ def _load_reference(
         flag="--against",
     )
     if is_quantized and loaded.qdq is None:
-        # a float model was found. That it is not the Q/DQ model which was built needs no alert
+        # it is the float model, and by design not the Q/DQ file of the build: no alert on that
         return loaded, ()
     alerts = list(model_notes(build.path, loaded))
     if against is None and float_path:  # neither the user nor this machine has that model
@@ -383,7 +382,7 @@ def _find_changed(
         build: the build.
         part: what the report says of this target.
         changes: file of the build -> "is missing", or that it was changed.
-        run_files: the files that are run.
+        run_files: the files that are run; None in place of an engine or model that there is not.
     """
     for file in part.files:
         path = path_in_build(file.path, build.path)
@@ -487,7 +486,7 @@ def _make_report(
         gates: the user's limits; a limit that is None is that of the build.
     """
     loaded = shipped.loaded
-    limits = shipped.gates  # those of the build, as far as the user set no others
+    limits = shipped.gates  # of the build; the user's limits replace them one by one
     if gates.max_loss is not None:
         limits = replace(limits, max_loss=gates.max_loss)
     if gates.min_speedup is not None:
@@ -498,7 +497,7 @@ def _make_report(
     has_assumed_inputs = feed.has_assumed_scale
     if feed.preprocess is not None:  # images, and not arrays, which are fed as they are
         input_doubts += shipped.image_doubts
-        has_assumed_inputs |= shipped.assumes_inputs
+        has_assumed_inputs |= shipped.had_assumed_inputs
     evaluation_set = make_evaluation_set(feed, loaded.model, _INPUT_SAMPLES)
     randomness_warning = find_random_outputs(loaded.model, evaluation_set)
     rows = engine_rows(
@@ -509,7 +508,7 @@ def _make_report(
         classes=loaded.classes,
         doubts=input_doubts,
         has_assumed_inputs=has_assumed_inputs,
-        has_random_outputs=shipped.is_random or bool(randomness_warning),
+        has_random_outputs=shipped.had_random_outputs or bool(randomness_warning),
     )
     absent_alerts = _absent_alerts(shipped.results, figures.absent)
     alerts = [*shipped.alerts, *absent_alerts, *input_doubts, randomness_warning]

@@ -312,21 +312,21 @@ def prepare_build(
     """
     metric = make_metric(options.metric, options.task)  # refuses a wrong one before loading
     loaded = load_float_or_qdq(model)
-    if loaded.qdq is not None:  # nothing is calibrated, so either images are those to measure on
-        dataset = dataset or options.evaluation
+    evaluation = options.evaluation
+    if loaded.qdq is not None:  # nothing is calibrated: images of either kind are measured on
+        dataset, evaluation = dataset or evaluation, evaluation or dataset
     image_source = None if dataset is None else dataset.source
     reference, notes = find_reference_model(loaded, options.float_model, image_source)
     if dataset is None:
         _refuse_evaluation_options(options)
-    evaluation = options.evaluation
-    if loaded.qdq is not None:
-        # its Q/DQ pairs are the calibration: nothing is searched
+    if loaded.qdq is not None:  # its Q/DQ pairs are the calibration, and nothing is searched
         refuse_calibration_options(loaded.qdq, _calibration_flags(image_source, options))
         options = replace(options, tuning=replace(options.tuning, effort=0))
-        evaluation = evaluation or dataset
-    is_tuned = options.has_search and options.tuning.plan is None
     calibration = with_calibrator_method(
-        options.calibration, dataset, options.targets, is_tuned=is_tuned
+        options.calibration,
+        dataset,
+        options.targets,
+        is_tuned=options.has_search and options.tuning.plan is None,
     )
     options = replace(options, calibration=calibration)
 
