@@ -902,6 +902,15 @@ def test_float32_computation_stays_within_float16(kind):
     assert [n.op_type for n in loaded.model.graph.node].count("Cast") == 2 * (kind == "whole")
 
 
+def test_written_float16_model_keeps_its_tensors():
+    """A cache names the tensors of the float model that was written with it."""
+    written = load(network("whole")).model
+    read_again = load(written).model
+    assert [n.output for n in read_again.graph.node] == [n.output for n in written.graph.node]
+    x = np.random.default_rng(2).normal(size=(2, 8, 12, 12)).astype(np.float16)
+    assert np.array_equal(run_net(read_again, x), run_net(written, x))
+
+
 def test_casts_inside_if_compute_in_float32():
     branch = helper.make_graph(
         [make_node("Add", "d one", "z")],

@@ -404,7 +404,25 @@ def _insert_casts(graph: onnx.GraphProto) -> None:
     # an output that no node makes is an input too, which needs no second cast
     outputs = [value.name for value in filter(_is_half, graph.output) if value.name in produced]
     # input or output -> the tensor that the nodes use instead
-    float32_names = {name: claim_name(f"{name}_float32", names) for name in (*inputs, *outputs)}
+    float32_names = {}
+    # a float model that calib8 wrote casts its inputs already. The names of these casts stay, since
+    # its cache has them
+    nodes = []
+    for node in graph.node:
+        is_own_cast = (
+            node.op_type == "Cast"
+            and node.input[0] in inputs
+            and node.output[0] == f"{node.input[0]}_float32"
+            and node.output[0] not in outputs
+            and attributes(node).get("to") == FLOAT
+        )
+        if is_own_cast:
+            float32_names[node.input[0]] = node.output[0]
+        else:
+            nodes.append(node)
+    for name in (*inputs, *outputs):
+        if name not in float32_names:
+            float32_names[name] = claim_name(f"{name}_float32", names)
     input_casts = [
         make_node("Cast", [name], float32_names[name], float32_names[name], to=FLOAT)
         for name in inputs
@@ -413,7 +431,6 @@ def _insert_casts(graph: onnx.GraphProto) -> None:
         make_node("Cast", [float32_names[name]], name, name, doc_string=_OUTPUT_CAST_MARK, to=_HALF)
         for name in outputs
     ]
-    nodes = list(graph.node)
     rename_tensors(nodes, float32_names)
     replace_nodes(graph, [*input_casts, *nodes, *output_casts])
 
