@@ -190,25 +190,17 @@ def _plan_frame(preprocess: Preprocess, source: AippSource) -> FramePlan | None:
     if preprocess.resize == "short-side" and (height, width) == frame_size:
         return None  # it is only cropped
 
-    if not source.is_yuv:
-        return FramePlan(
-            frame_size=frame_size,
-            resized_size=(height, width),
-            corner=(top, left),
-            picture_size=input_size,
-        )
-    # DVPP crops and pastes at even rows and columns. int() rounds towards 0, so that a crop, whose
-    # corner is negative, stays inside the frame.
-    dvpp_row = int(top / 2) * 2
-    dvpp_column = int(left / 2) * 2
-    if left > 0:  # DVPP pastes, at columns that are multiples of 16
-        dvpp_column = left // 16 * 16
-    return FramePlan(
-        frame_size=frame_size,
-        resized_size=(_round_up(height, 2), _round_up(width, 2)),
-        corner=(dvpp_row, dvpp_column),
-        picture_size=(_round_up(input_size[0], 2), _round_up(input_size[1], 16)),
-    )
+    picture_size = input_size
+    if source.is_yuv:  # DVPP resizes it
+        height = _round_up(height, 2)
+        width = _round_up(width, 2)
+        # It crops and pastes at even rows and columns. int() rounds towards 0, so that a crop,
+        # whose corner is negative, stays inside the frame.
+        top = int(top / 2) * 2
+        # where it pastes, columns are multiples of 16
+        left = left // 16 * 16 if left > 0 else int(left / 2) * 2
+        picture_size = (_round_up(input_size[0], 2), _round_up(input_size[1], 16))
+    return FramePlan(frame_size, (height, width), (top, left), picture_size)
 
 
 def _round_up(side: int, unit: int) -> int:

@@ -176,18 +176,14 @@ class RecordPlan:
         if not self._settings_by_layer:
             raise ConfigError("a configuration must leave a layer to quantize, got none enabled")
         refuse_padless_deconvs(self.model, self.layers, self.config)
-        if self.batch_count < self.config.batch_num:
+        batch_count = -(-self.samples // self.samples_per_batch)  # AMCT's batches in the samples
+        if batch_count < self.config.batch_num:
             images = self.images_per_sample * self.samples_per_batch
             size = f" of {images} images" if images > 1 else ""
             raise FeedError(
                 f"the calibration needs batch_num batches, {self.config.batch_num}, got"
-                f" {self.batch_count}{size}; give more data or lower batch_num"
+                f" {batch_count}{size}; give more data or lower batch_num"
             )
-
-    @property
-    def batch_count(self) -> int:
-        """Number of AMCT batches in the samples."""
-        return -(-self.samples // self.samples_per_batch)
 
     @property
     def used_samples(self) -> int:

@@ -113,8 +113,7 @@ class LayerRewriter(ABC):
         nodes: Nodes = []
         for node in self.graph.node:
             for rounded_input in self.inputs_by_node.get(node.name, ()):
-                assert rounded_input.layer.input_index is not None
-                nodes += self.round_input(node, rounded_input.layer.input_index, rounded_input)
+                nodes += self.round_input(node, rounded_input)
             if node.name in self.layers:
                 nodes += self.convert_layer(node, self.layers[node.name])
             nodes.append(node)
@@ -165,8 +164,10 @@ class LayerRewriter(ABC):
         node.input[index] = self.quantized_by_input[key]
         return new_nodes
 
-    def round_input(self, node: onnx.NodeProto, index: int, quant_layer: QuantLayer) -> Nodes:
+    def round_input(self, node: onnx.NodeProto, quant_layer: QuantLayer) -> Nodes:
         """Round a tensor_quantize input to int8 and back; return the new nodes before its node."""
+        index = quant_layer.layer.input_index
+        assert index is not None
         nodes = self.quantize_input(node, index, quant_layer)
         new_nodes, node.input[index] = self.make_anti_quant(quant_layer, node.input[index])
         return [*nodes, *new_nodes]

@@ -199,8 +199,7 @@ def _refuse_other_layers(model: onnx.ModelProto, subject: CalibrationSubject) ->
 def _check_parameter(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto]) -> None:
     """Check the packed parameter of an AscendDequant (see `deploy_model`)."""
     parameter = constants.get(node.input[-1])
-    has_type = parameter is not None and parameter.data_type == onnx.TensorProto.UINT64
-    if parameter is None or not has_type or len(node.input) != 2:
+    if parameter is None or parameter.data_type != onnx.TensorProto.UINT64 or len(node.input) != 2:
         raise ModelError(f"{node.name!r} must have a uint64 parameter as its second input")
     values = numpy_helper.to_array(parameter)
     scales = unpack_dequant_scales(values)

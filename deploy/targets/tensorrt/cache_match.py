@@ -219,15 +219,13 @@ def _plan_with_scales(
         # have one only for another of them
         candidates = (pool_input, tensor, moved_tensor)
         scale_source = next((name for name in candidates if name in scale_by_tensor), None)
-        if scale_source is not None:
-            scale_source_by_tensor[tensor] = scale_source
-            continue
-        scale_source_by_tensor[tensor] = tensor
-        reason = flaw_by_tensor.get(tensor, "has no entry in the cache")
-        float_reasons[tensor] = reason
-        # its readers are float too: `analyse` looks for the reason of a reader of `tensor` under
-        # the tensor whose scale it would share, `moved_tensor`
-        float_reasons[moved_tensor] = reason
+        scale_source_by_tensor[tensor] = scale_source or tensor
+        if scale_source is None:
+            reason = flaw_by_tensor.get(tensor, "has no entry in the cache")
+            float_reasons[tensor] = reason
+            # its readers are float too: `analyse` looks for the reason of a reader of `tensor`
+            # under the tensor whose scale it would share, `moved_tensor`
+            float_reasons[moved_tensor] = reason
 
     plan = complete_plan
     if float_reasons:

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -193,10 +194,6 @@ def calibrate_on_gpu(
         store_gpu_cache(cache_path, stored_cache, fingerprint)
         return stored_cache
 
-    def store_now(cache: bytes) -> None:
-        """Store the cache at once, so that a build can reuse it if this one fails later."""
-        store_gpu_cache(cache_path, cache, fingerprint)
-
     # `padded_sample_count` samples repeat images, to fill the fixed batch of the model
     sample_count = count_in_full_batches(
         len(request.feed), batch_size, padded_sample_count=request.subject.padded_sample_count
@@ -207,7 +204,8 @@ def calibrate_on_gpu(
             batches=sample_count // batch_size,
             shapes=shapes,
             memory=CudaMemory(cuda),
-            store=store_now,
+            # at once, so that a build can reuse the cache if this one fails later
+            store=partial(store_gpu_cache, cache_path, fingerprint=fingerprint),
         )
         return builder.calibrate(source, settings, callbacks, cuda=cuda)
 
@@ -332,14 +330,14 @@ def lower_models(
         # `version_label`: "X.Y.Z" as a number
         oldest_version = min(version, installed_version, key=version_label)
     lowered: dict[str, onnx.ModelProto] = {}
-    notes: list[str] = []
+    notes: dict[str, None] = {}  # each once
     for role, model in models.items():
         oldest_reader = oldest_version
         if role == TYPED_MODEL or options.precision == FP8:  # a typed model
             oldest_reader = typed_version(options, oldest_version)
         lowered[role], note = lower_for_tensorrt(model, oldest_reader)
-        if note and note not in notes:
-            notes.append(note)
+        if note:
+            notes[note] = None
     return lowered, tuple(notes)
 
 
@@ -627,11 +625,8 @@ def _log_notes(log: Sequence[str], model: onnx.ModelProto) -> tuple[str, ...]:
         log: lines of TensorRT's log.
         model: the cleaned float model that was built.
     """
-    tensors: dict[str, None] = {}  # those in the warnings, each once, in order
-    for line in log:
-        warning = _MISSING_SCALE.search(line)
-        if warning is not None:
-            tensors[warning[1]] = None
+    # the tensors in the warnings, each once, in order
+    tensors = dict.fromkeys(_MISSING_SCALE.findall("\n".join(log)))
     reasons = _reasons_of_lost_int8(tensors, model)
     return tuple(
         f"TensorRT has no scale for {tensor}: {reason}" for tensor, reason in reasons.items()

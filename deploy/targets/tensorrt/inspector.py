@@ -153,9 +153,6 @@ def layer_profiler() -> tuple[trt.IProfiler, list[tuple[str, float]]]:
     times: list[tuple[str, float]] = []
 
     class Listener(trt.IProfiler):
-        def __init__(self) -> None:
-            trt.IProfiler.__init__(self)
-
         def report_layer_time(self, layer_name: str, ms: float) -> None:
             times.append((layer_name, float(ms)))
 

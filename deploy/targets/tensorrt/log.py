@@ -57,9 +57,6 @@ def process_logger(library: Any) -> trt.ILogger:
     """
 
     class Logger(library.ILogger):
-        def __init__(self) -> None:
-            library.ILogger.__init__(self)
-
         def log(self, severity: trt.ILogger.Severity, msg: str) -> None:
             for recorder in tuple(_recorders):
                 recorder.record(int(severity), msg)
