@@ -14,7 +14,7 @@ import os
 import re
 import threading
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
@@ -142,7 +142,7 @@ class ClusterJob:
 
 def make_job(
     cluster: Cluster,
-    observations: Iterable[Observation],
+    observations: Sequence[Observation],
     feed: Feed,
     *,
     subject: CalibrationSubject,
@@ -163,29 +163,12 @@ def make_job(
     Raises:
         ConfigError: the images must be read in order, or workers cannot open them by a path.
     """
-    observations = tuple(observations)
     if feed.is_sequential:
         raise ConfigError(
             "a video's frames and a model's states are read one after the other by one machine, got"
             " some for --scheduler; give frames as images, or leave it out"
         )
-    model_path = ""  # if empty, the job contains the model
-    if cluster.send not in ("model", "all"):
-        model_path = _shared_model_path(subject, observations)
-    # `variant.make`, which makes a form of the model, may be a function of this machine that cannot
-    # be sent. It is replaced: by one that opens the model's file, or by one that holds the model
-    sendable_observations: list[Observation] = []
-    for variant, variant_observations in group_by_variant(observations).items():
-        if model_path:
-            make_model = partial(_open_model, model_path, subject.loaded.digest)
-        else:
-            # made of no statistics: variants that need some are among those that were refused
-            model = variant.make(ObservedStatistics())
-            make_model = partial(_return_model, model)
-        sendable_variant = Variant(variant.key, make_model)
-        for observation in variant_observations:
-            sendable_observations.append(replace(observation, variant=sendable_variant))
-
+    sendable_observations = _make_sendable(cluster, observations, subject)
     # a worker opens all images, without a shard, and then the share of its task (`_open_share`)
     dataset = Dataset(
         source=() if cluster.sends_images else shared_paths(images),
@@ -198,12 +181,38 @@ def make_job(
         key=f"calib8-{uuid.uuid4().hex}",
         versions=collect_versions(feed.kind),
         identities=subject.loaded.identities,
-        observations=tuple(sendable_observations),
+        observations=sendable_observations,
         inputs=subject.loaded.inputs,
         dataset=dataset,
         kind=feed.kind,
         threads=cluster.threads,
     )
+
+
+def _make_sendable(
+    cluster: Cluster, observations: Sequence[Observation], subject: CalibrationSubject
+) -> tuple[Observation, ...]:
+    """Return the observations with variants, forms of the model, that can be sent to a worker.
+
+    `variant.make`, which makes the form, may be a function that cannot be sent. It is replaced by
+    one that opens the model's file on the worker, or by one that holds the form itself.
+    """
+    model_path = ""  # if empty, the forms are sent
+    if cluster.send not in ("model", "all"):
+        model_path = _shared_model_path(subject, observations)
+    sendable_observations: list[Observation] = []
+    for variant, variant_observations in group_by_variant(observations).items():
+        if model_path:
+            make_model = partial(_open_model, model_path, subject.loaded.digest)
+        else:
+            # made of no statistics: those that a variant needs are of the first samples, so they
+            # depend on the order of the images, and were refused
+            model = variant.make(ObservedStatistics())
+            make_model = partial(_return_model, model)
+        sendable_variant = Variant(variant.key, make_model)
+        for observation in variant_observations:
+            sendable_observations.append(replace(observation, variant=sendable_variant))
+    return tuple(sendable_observations)
 
 
 def collect_versions(kind: str) -> Versions:

@@ -131,6 +131,7 @@ class Ranges:
     range_limits: Mapping[str, RangeLimits]
     trusted: RangeSet | None = None
     _method_by_tensor: Mapping[str, Method] = field(init=False, default_factory=dict)
+    # the ranges found so far, by observation, label of the method, and grid
     _scales: dict[tuple[Key, str, Grid | None], Scale] = field(init=False, default_factory=dict)
     _results: dict[Hashable, tuple[object, Any]] = field(init=False, default_factory=dict)
 
@@ -157,10 +158,16 @@ class Ranges:
     def compute_once(
         self, key: Hashable, compute: Callable[[], Result], *, of: object = None
     ) -> Result:
-        """Return `compute()`, called once per key and object for all trial builds."""
+        """Return `compute()`, called once per key and object for all trial builds.
+
+        Args:
+            key: what is computed.
+            compute: computes it.
+            of: object that the result depends on, such as a model; None if on none.
+        """
         full_key = key, id(of)
         if full_key not in self._results:
-            # holds `of`, so that no other object gets its id
+            # `of` is stored too: as long as it lives, no other object gets its id
             self._results[full_key] = of, compute()
         result: Result = self._results[full_key][1]
         return result

@@ -366,9 +366,11 @@ def _describe_match(
 
 def _describe_other_versions(stored: Fingerprint, current: Fingerprint) -> str:
     """Return which programs made the cache, as a clause, if they are other versions; else ""."""
+    # program -> its version; None for the decoder of arrays, which are not decoded
+    stored_versions = {**stored.versions, "decoder": stored.decoder.get("library")}
     current_versions = {**current.versions, "decoder": current.decoder.get("library")}
     other_programs = []
-    for name, version in (*stored.versions.items(), ("decoder", stored.decoder.get("library"))):
+    for name, version in stored_versions.items():
         if version not in (None, current_versions.get(name)):
             other_programs.append(f"{name} {version}")
     if not other_programs:

@@ -99,6 +99,7 @@ class Annotations:
         chosen_images = set(map(self._key, names))
         name_of_image = {self._key(name): name for name in source_names}
         images_by_file = _group_by_file(name_of_image)
+        # a repeated path is listed twice, so that it is never the only path that fits an image
         paths_by_file = _group_by_file([*self.pictures, *self.repeated_paths])
         pictures = {}
         for file_name, images in images_by_file.items():

@@ -337,7 +337,7 @@ class CalibratorScript:
         self._was_read = True
         batches = CalibratorBatches(str(self), self._stand_ins.memory, specs, self.batch_size)
         items = iter(lambda: self._next_item(batches, specs), None)
-        with self._stand_ins.lock:
+        with self._stand_ins.lock:  # all scripts share the memory: one is read at a time
             source = open_iterable(items, specs, name=str(self), has_end=False, limit=limit)
         return replace(source, notes=(*self.notes, *batches.notes, *source.notes))
 

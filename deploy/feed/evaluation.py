@@ -44,7 +44,7 @@ class EvaluationSubset:
         """Args: feed: all samples; max_images: at most so many images."""
         self._feed = feed
         self._max_images = max_images
-        self._passed_keys: list[int] = []
+        self._passed_keys: list[int] = []  # of the samples of the latest pass so far
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -57,7 +57,8 @@ class EvaluationSubset:
     @property
     def keys(self) -> tuple[int, ...]:
         """Keys of the subset's samples in the feed, without known bad ones."""
-        return self._feed.spread_keys(-(-self._max_images // self._feed.batch))
+        max_samples = -(-self._max_images // self._feed.batch)  # a sample is `batch` images
+        return self._feed.spread_keys(max_samples)
 
     @property
     def count(self) -> int:

@@ -82,7 +82,7 @@ def preprocess_image(pixels: Array, preprocess: Preprocess) -> Array:
 def resize_to_input(pixels: Array, preprocess: Preprocess) -> tuple[Array, tuple[int, int]]:
     """Resize and crop uint8 [H, W, C]; return (the image, its (top, left) corner in the input).
 
-    `preprocess` must be `with_image_size`.
+    `preprocess` must have both sides of the input set, as by `with_image_size`.
     """
     size, (top, left) = resized_geometry((pixels.shape[0], pixels.shape[1]), preprocess)
     resized = _resize(pixels, size, preprocess)

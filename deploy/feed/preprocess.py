@@ -94,13 +94,14 @@ class Preprocess:
                 raise ConfigError(
                     f"{name} must be one of {', '.join(choices)}, got {value!r}; {suggestion}"
                 )
+        # a side that depends on the image may be None in `size`, but not in `default_size`
         object.__setattr__(self, "size", _check_size("size", self.size, may_be_open=True))
         object.__setattr__(self, "default_size", _check_size("default_size", self.default_size))
         _check_side("multiple", self.multiple)
         if self.short_side is not None:
             _check_side("short_side", self.short_side)
         scales = _check_numbers("scale", self.scale)
-        if isinstance(self.scale, Sequence) or len(scales) != 1:
+        if isinstance(self.scale, Sequence) or len(scales) != 1:  # (1,) is refused too
             raise ConfigError(f"scale must be one number, got {self.scale!r}")
         object.__setattr__(self, "scale", scales[0])
         for name in ("mean", "std", "pad"):

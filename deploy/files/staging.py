@@ -253,6 +253,7 @@ def _finish_stage(stage: Path, folder: Path) -> None:
         for names in _find_calibrations(stage):
             for name in names:
                 saved_path = saved_calibration_path(folder / name)
+                # the folder of the cache, which is `folder` or its subfolder, and the one in it
                 _make_folder(saved_path.parent.parent, folder)
                 _make_folder(saved_path.parent, folder)
                 (stage / name).replace(saved_path)
