@@ -560,7 +560,7 @@ CODINGS = {
         lambda numbers, cells: to_corners(numbers),
     ),
     "cell": BoxCoding(
-        "x y w h; the centre is at x + column, the width is exp(w), in strides",
+        "x y w h in strides: the centre is at x + column, y + row; the size is exp(w), exp(h)",
         "YOLOX (Ge et al. 2021)",
         are_offsets,
         decode_offsets,

@@ -272,7 +272,7 @@ class MaskMaps(EvaluationTask):
 
 MASKS = Form(
     shape="[N, K, H, W] or [N, H, W, K] with K up to 4; one output, or several of one shape",
-    values="0 to 1, most near 0 or 1; no copy of the input picture",
+    values="0 to 1, most near 0 or 1, unlike the input picture",
     figure="IoU of the pixels above 0.5",
     source="saliency (U2-Net, Qin et al. 2020), text regions",
 )

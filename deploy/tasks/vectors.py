@@ -326,7 +326,7 @@ class Labels(PlaceTask):
 LABELS = Form(
     shape="[N, 1], [N, 4 or more labels], [N, T] or [N, T, C], computed by a Sigmoid",
     values="independent probabilities, most near 0 or 1; with `--task` no Sigmoid is needed",
-    figure="probabilities on the same side of 0.5; only of the first output that fits",
+    figure="probabilities on the same side of 0.5, in the first output that fits",
     source="taggers, voice activity, wake words",
 )
 
@@ -441,8 +441,8 @@ class Embeddings(EvaluationTask):
 
 EMBEDDINGS = Form(
     shape="[N, D] with D of 32 or more",
-    values="vectors of length 1; or values spread evenly around 0; from pictures also values of 0"
-    " or more, if D is a multiple of 16",
+    values="vectors of length 1; or values normally distributed around 0; or, from pictures,"
+    " values of 0 or more, with D a multiple of 16",
     figure="same nearest neighbour; cosine",
     source="faces, sentences, CLIP",
 )
