@@ -272,18 +272,19 @@ def _write_files(
 def _describe_failure(budget_search: BudgetSearch) -> str:
     """Return why no model was written, and what to do; the name of the float model follows."""
     max_loss = budget_search.max_loss
+    # an entry is of one split; its "metric_eval" is [whether the limit is held, loss]
     losses = [entry["metric_eval"][1] for entry in budget_search.history]
     least_loss = min(filter(math.isfinite, losses), default=math.inf)
-    got = "none that does"
-    steps = "train it with int8 (calib8 qat), or deploy the float model"
+    loss_text = "none that does"
     if math.isfinite(least_loss):
-        got = f"{format_loss(least_loss, max_loss)} at best"
+        loss_text = f"{format_loss(least_loss, max_loss)} at best"
+    advice = "train it with int8 (calib8 qat), or deploy the float model"
     if least_loss <= 1:  # the largest limit that the command takes
-        steps = f"give --max-loss {_round_up(least_loss)} or more, {steps}"
+        advice = f"give --max-loss {_round_up(least_loss)} or more, {advice}"
     unit = budget_search.loss_unit
     return (
-        f"a split must lose at most {max_loss:g} of {unit}, got {got}, so no model was written;"
-        f" {steps}"
+        f"a split must lose at most {max_loss:g} of {unit}, got {loss_text}, so no model was"
+        f" written; {advice}"
     )
 
 

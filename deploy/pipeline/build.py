@@ -398,18 +398,17 @@ def _measure(
     else:
         figures = _measure_on_images(build, calibration, results, stage)
 
-    # how many evaluation images were calibration images too; for a Q/DQ model, which is not
-    # calibrated here, none
+    # how many of the images calibrated; none for a Q/DQ model, which is not calibrated here
     evaluation = build.evaluation
     shared_count = 0
     calibrated_text = ""
-    is_calibrated_here = build.loaded.qdq is None
-    if is_calibrated_here and evaluation is not None:
-        shared_count = evaluation.count_shared(calibration.feed)
-        if shared_count:
+    if build.loaded.qdq is None:
+        if evaluation is not None:
+            shared_count = evaluation.count_shared(calibration.feed)
+        if evaluation is None or shared_count == evaluation.count:
+            calibrated_text = ALL_CALIBRATED
+        elif shared_count:
             calibrated_text = f"{shared_count} of {evaluation.count} calibrated"
-    if is_calibrated_here and (evaluation is None or shared_count == evaluation.count):
-        calibrated_text = ALL_CALIBRATED
     notes = (*build.notes, *figures.notes, *_evaluation_notes(build, calibration, shared_count))
     return replace(figures, notes=notes, calibrated=calibrated_text)
 

@@ -477,7 +477,8 @@ def calibrate_run(
         stage=stage,
     )
     checkpoint = pass_result.checkpoint
-    if checkpoint is not None and run.policy.path is not None:  # the cache has its statistics now
+    if checkpoint is not None and run.policy.path is not None:
+        # the cache has its statistics now. What was resumed from it is still part of the result
         checkpoint.path.unlink(missing_ok=True)
     notes = (*pass_result.notes, *stability_notes)
     if target_cache is not None:
@@ -508,11 +509,12 @@ def _compare_halves(
     inference_count = len(run.feed)
     agreement = run.stability_monitor.compare_finally(inference_count)
     notes: tuple[str, ...] = ()
-    if agreement is None and run.stop_rule is not None:  # the rule compares from 16 samples on
+    if agreement is None and run.stop_rule is not None:
+        # the rule compares halves for the first time at 16 samples, and there were fewer
         notes = (f"whether samples are enough is judged from 16 on: there were {inference_count}",)
     if agreement is not None and run.stop_rule is None:
-        # the monitor counts inferences, each of a batch of images; the report counts images. With a
-        # stop rule each inference is one image: a larger fixed batch was refused
+        # all images were run: the monitor counted inferences, each of a batch of them. (A stop rule
+        # runs one image an inference, and its agreement is of those up to the stop.)
         agreement = replace(agreement, samples=run.feed.count)
     return agreement, notes
 

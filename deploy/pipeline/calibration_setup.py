@@ -257,8 +257,8 @@ def calibrate_loaded(
         loaded = loaded.with_inputs(feed.specs)
     # the samples to evaluate and those that a report shows: stored on disk when they are read
     feed.cache_samples(evaluation_count, PREVIEW_COUNT)
-    checkpoint = _choose_checkpoint(options)
-    _refuse_foreign_cache(policy, is_build=evaluation_count > 0)
+    checkpoint_file = _choose_checkpoint(options)
+    _refuse_foreign_cache(policy, is_build=stage is not None)
     subject = _make_subject(loaded, user_model, feed, options, targets, task)
 
     observations_by_target, target_failures = _collect_observations(targets, subject)
@@ -297,7 +297,7 @@ def calibrate_loaded(
         evaluation_set=make_evaluation_set(feed, subject.model, evaluation_count),
         evaluation_count=evaluation_count,
         threads=options.workers,
-        checkpoint_path=checkpoint,
+        checkpoint_path=checkpoint_file,
         resume=options.resume,
     )
     if policy.trust:  # the ranges of another program's cache are used
@@ -441,17 +441,15 @@ def _choose_checkpoint(options: CalibrationOptions) -> Path | None:
         ConfigError: --resume, but there can be no checkpoint.
     """
     policy = options.cache
-    # with --resume all images are run. `reuse_flag` is the flag, if any, by which the cache is only
-    # read and no image is run
-    conflicting_flag = policy.reuse_flag
-    if options.until_stable is not None:
-        conflicting_flag = "--until-stable"
+    # the flag, if any, with which some images are not run, or none since the cache is only read
+    stops_early = options.until_stable is not None
+    conflicting_flag = "--until-stable" if stops_early else policy.reuse_flag
     if options.resume and conflicting_flag:
         raise ConfigError(
             f"--resume goes on with a run over all images, got {conflicting_flag}, with which there"
             " is no such run; leave one of them out"
         )
-    if options.until_stable is not None:
+    if stops_early:
         return None
     if options.checkpoint is not None:
         return options.checkpoint

@@ -332,9 +332,9 @@ def _open_float_model(
 ) -> tuple[_OpenedEngine, ReferenceOutputs, int]:
     """Return (the float model's engine, its outputs, its size in bytes).
 
-    With latency runs two sessions are opened: one in `threads` threads, the engine's, which is
-    timed, and on demand one in a single thread, which computes the outputs. Without latency runs
-    only the second is opened, and its loading time is the engine's.
+    The outputs are computed in a session of a single thread. With latency runs it is opened on
+    demand, and the engine has another session, in `threads` threads, which is timed. Without
+    latency runs it is opened at once, and its loading time is the engine's.
 
     Args:
         loaded: the float model.
@@ -354,7 +354,7 @@ def _open_float_model(
         # opens a session on demand; the file is read again, so that its bytes are not held here
         lambda: open_single_thread(read_float_model(loaded)),
         [spec.name for spec in loaded.outputs],
-        keys=_first_calibration_key(evaluation),  # of the sample whose outputs are stored
+        keys=_first_sample_keys(evaluation),  # the outputs of this sample are stored
         session=output_session,
     )
     return _OpenedEngine(engine_session, load_ms), float_outputs, len(float_file)
@@ -397,8 +397,8 @@ def _open_engines(
     return engines, failures, missing_runtimes
 
 
-def _first_calibration_key(evaluation: Evaluation) -> tuple[int, ...]:
-    """Return the first calibration sample's key in a tuple; () if they are not evaluated on."""
+def _first_sample_keys(evaluation: Evaluation) -> tuple[int, ...]:
+    """Return (key of the first sample,) if calibration samples are evaluated on; else ()."""
     return evaluation.feed.keys[:1] if isinstance(evaluation.feed, EvaluationSubset) else ()
 
 
@@ -412,7 +412,7 @@ def _choose_reference(
     Calibration ran a cleaned model, with constants folded, for instance. Its outputs are taken if
     they match the file's on the first sample.
     """
-    first_keys = _first_calibration_key(evaluation)  # none, or one
+    first_keys = _first_sample_keys(evaluation)  # none, or one
     if observed_outputs is None or not first_keys:
         return float_outputs
     (first_key,) = first_keys
@@ -484,6 +484,7 @@ def _make_rows(results: Sequence[BuildResult], measurements: _Measurements) -> I
     """
     failures = measurements.failures
     for result in results:
+        # the engine has the name of its target, each baseline a name of its own
         path_by_engine = {**result.baselines, result.target: result.engine}
         for name, path in path_by_engine.items():
             is_baseline = name != result.target
@@ -497,6 +498,8 @@ def _make_rows(results: Sequence[BuildResult], measurements: _Measurements) -> I
             # the types in which the engine ran its layers are compared with the planned ones
             engine_layers = read_engine_layers(measurements.timed_sessions.get(name))
             planned_types = () if is_baseline else result.decisions
+            # why a baseline failed is told in its row; why an engine failed, with its target
+            has_failure_note = is_baseline and name in failures
             yield EngineRow(
                 label=label,
                 baseline=is_baseline,
@@ -508,7 +511,7 @@ def _make_rows(results: Sequence[BuildResult], measurements: _Measurements) -> I
                 latency=measurements.latency.get(name),
                 accuracy=measurements.accuracy.get(name),
                 ran=compare_with_plan(engine_layers, planned_types),
-                notes=(failures[name],) if is_baseline and name in failures else (),
+                notes=(failures[name],) if has_failure_note else (),
             )
 
 
@@ -582,10 +585,9 @@ def _sample_notes(
             yield "labels of images that calibrate are not used; --eval-images takes both"
     elif inner_tensor_text:
         yield f"accuracy was measured on {sample_count} evaluation images{inner_tensor_text}"
-    # a recurrent model hands states on to its next call. In samples that are sequences the errors
-    # of these states are part of the accuracy; for other samples a note says that they are not
-    has_sequences = bool(calibration_samples.states)
-    if not has_sequences:
+    # a recurrent model hands states on to its next call. If the samples are sequences, it ran with
+    # these states, and the accuracy includes their errors
+    if not calibration_samples.states:
         yield from state_notes(accuracy.values())
 
 

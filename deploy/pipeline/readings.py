@@ -172,38 +172,39 @@ def find_better_reading(
         outputs = evaluation_set.reference_outputs.recompute(inputs)
         return sample_scores(task, inputs, outputs, label)
 
-    # the scores in the reading in use, and what the sentence counts: images that are right, or
-    # boxes. A classifier without labels has no count: its sentence tells the mean probability
+    # the scores in the reading in use, and the part of the sentence that counts: boxes, or with
+    # labels the images that are right. Without labels a classifier has probabilities, and no count
     is_detector = isinstance(task, BoxDetection)
     labelled_samples = [] if is_detector else read_labelled(evaluation)
-    if labelled_samples:
+    has_labels = bool(labelled_samples)
+    if has_labels:
         current_scores = [score(inputs, label) for inputs, label in labelled_samples]
-        count_template = f"gets {{}} of {len(labelled_samples)} images right"
+        count_template = "gets {} of " + f"{len(labelled_samples)} images right"
     else:
         current_scores = [
             sample_scores(task, inputs, outputs) for inputs, outputs in samples_with_outputs
         ]
         count_template = "finds {} boxes" if is_detector else ""
+    current_count = count_clear_scores(current_scores)
 
     # a wrong scale can saturate scores, which looks sure, so other scales are tried only if the
-    # float model misses most labels or finds next to no boxes
-    finds_few_boxes = is_detector and count_clear_scores(current_scores) <= MAX_SILENT_BOXES
-    tries_scales = finds_few_boxes or bool(labelled_samples)
-    for reading in list_readings(calibration, current_preprocess, with_scales=tries_scales):
-        # the same samples as above; without labels they are read anew, one at a time
+    # float model misses most labels (so it does if there are any here) or finds next to no boxes
+    finds_few_boxes = is_detector and current_count <= MAX_SILENT_BOXES
+    with_scales = finds_few_boxes or has_labels
+    for reading in list_readings(calibration, current_preprocess, with_scales=with_scales):
+        # without labels the same samples are read again, one at a time
         samples: Iterable[tuple[Outputs, int | None]] = labelled_samples
-        if not labelled_samples:
+        if not has_labels:
             samples = ((inputs, None) for inputs in evaluation_set.subset.spread_samples(SAMPLES))
         scores = score_reading(
             samples, current_scores, score, current_preprocess, reading.preprocess
         )
         if scores is None or not is_better(scores, current_scores):
             continue
-        # a detector may be surer of its boxes and find no more: the sentence has only their number
-        finds_more = count_clear_scores(scores) > count_clear_scores(current_scores)
-        if finds_more or not is_detector:
+        # a detector that is surer, but finds no more boxes, would give a sentence of equal numbers
+        if not is_detector or count_clear_scores(scores) > current_count:
             return describe_reading(reading, scores, current_scores, count_template)
-    return describe_crop(calibration.feed, current_preprocess) if labelled_samples else ""
+    return describe_crop(calibration.feed, current_preprocess) if has_labels else ""
 
 
 def _is_convertible(calibration: CalibrationResult) -> bool:
@@ -300,12 +301,12 @@ def is_better(scores: Sequence[Floats], current_scores: Sequence[Floats]) -> boo
     """
     confidences = np.array(list(map(confidence_of, scores)))
     current_confidences = np.array(list(map(confidence_of, current_scores)))
-    gains = np.sign(confidences - current_confidences)  # 1: surer; -1: less sure; 0: equally
+    signs = np.sign(confidences - current_confidences)  # 1: surer; -1: less sure; 0: equally
     # by chance their sum is about 0; its deviation is the root of the number of unequal samples
-    is_beyond_chance = gains.sum() >= MIN_DEVIATIONS * sqrt(np.abs(gains).sum())
-    is_noise = count_clear_scores(scores) > MAX_BOXES * len(scores)  # too many boxes to be objects
+    is_beyond_chance = signs.sum() >= MIN_DEVIATIONS * sqrt(np.abs(signs).sum())
     is_much_surer = confidences.sum() > MIN_GAIN * current_confidences.sum()
-    return bool(is_beyond_chance and is_much_surer and not is_noise)
+    has_too_many_boxes = count_clear_scores(scores) > MAX_BOXES * len(scores)  # they are noise
+    return bool(is_beyond_chance and is_much_surer and not has_too_many_boxes)
 
 
 def describe_crop(feed: Feed, preprocess: Preprocess) -> str:

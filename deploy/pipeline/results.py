@@ -255,14 +255,14 @@ def _judgement(engine: EngineRow) -> tuple[tuple[int, int], int, float]:
     """Return what engines of two builds are compared by; all 0 for an engine that was not judged.
 
     Returns:
-        ((number of samples, number of objects in them), rank of the verdict with 0 for the best,
-        loss as a share of the task).
+        ((number of samples, number of boxes that the float model finds in them), rank of the
+        verdict with 0 for the best, loss as a share of the task).
     """
     if engine.verdict is None or engine.accuracy is None:
         return (0, 0), 0, 0.0
     samples = engine.accuracy.samples
     rank = rank_of(engine.verdict.level)
-    loss = measure_loss(engine.accuracy, None)
+    loss = measure_loss(engine.accuracy, max_loss=None)  # whatever limit the user set
     if loss is None:
         return (samples, 0), rank, 0.0
     return (samples, loss.found or 0), rank, loss.share
@@ -401,16 +401,17 @@ def engine_rows(
         row = replace(row, boxes=box_rows, changed=class_rows)
         result = result_by_target.get(row.target)
         if result is not None and row.target not in figures.failures:
+            # the float engines that the int8 one replaces, the main one first
             rivals = report_model.find_rivals(figures.engines, row)
             row = report_model.with_speed(row, rivals)
-            rival, size_ratio = _describe_rival(row, rivals)
+            rival_name, size_ratio = _describe_rival(row, rivals)
             row_verdict = verdict(
                 accuracy=row.accuracy,
                 speed=row.speed,
                 int8=any(decision.quantized for decision in result.decisions),
                 gates=gates,
                 size_ratio=size_ratio,
-                rival=rival,
+                rival=rival_name,
                 device_kind="device" if row.on_device else "CPU",
                 doubts=doubts,
                 has_assumed_inputs=has_assumed_inputs,

@@ -199,8 +199,9 @@ def discard_failed(
 def _discard_engines(result: BuildResult, stage: Stage) -> BuildResult:
     """Remove the engines of a target; files from which another machine can build them stay.
 
-    An engine such as TensorRT's was built from an ONNX file, which stays. If the engine is the file
-    that ONNX Runtime itself runs, all files of the target are removed.
+    An engine such as TensorRT's was built from an ONNX file, which stays. If ONNX Runtime itself
+    runs the engine, or there is no engine and ONNX Runtime failed with the model in its place, all
+    files of the target are removed.
     """
     engine_paths = {path for path in (result.engine, *result.baselines.values()) if path}
     is_built_from_onnx = result.engine is not None and result.engine != result.runnable
