@@ -475,7 +475,10 @@ def _measure_batch(
     warmup_ms: float,
     duration_s: float,
 ) -> dict[str, Latency]:
-    """Return the latency of all engines; an error names the batch, None for the model's own."""
+    """Return the latency of all engines at one batch.
+
+    `batch`: its size, which an error names; None for the batch of the model itself.
+    """
     try:
         with phase("measuring" if batch is None else f"batch {batch}"):
             return measure(sessions, inputs, warmup_ms=warmup_ms, duration_s=duration_s)

@@ -275,8 +275,8 @@ def _search_scale(values: Real, method: Method, grid: Grid) -> tuple[float, int]
         lead.observe(values)
     recorder = method.statistic.recorder(lead)
     recorder.observe(values)
-    search = method.search()  # by default for int8 and uint8, which are all of `GRIDS`
-    clip_range = search(recorder)
+    # without arguments `search` finds a range that fits int8 and uint8: the grid is one of these
+    clip_range = method.search()(recorder)
     scale, zero_point = clip_range.on(grid)
     return float(scale) or 1.0, zero_point  # values of zero only have no step of their own
 

@@ -188,7 +188,7 @@ class _WorstImages:
                 task_text = figure.count  # such as "84 of 88"
                 if not worst_label and not math.isnan(figure.value):
                     rank = figure.value
-        name = self._names[self.count]
+        name = self._names[self.count]  # as many images were added before this one
         return rank, ImageLoss(name=name, part=worst_label, sqnr_db=worst_db, task=task_text)
 
     def _find_worst_slice(

@@ -152,11 +152,8 @@ class Findings:
         for engine in self.engines:
             for text in _engine_notes(engine, self.target_of(engine)):
                 labels_by_text.setdefault(text, []).append(engine.label)
-        # Notes of a target are among those of its engine; a target without one has notes too. The
-        # reference was built for no target, though its row has one.
-        targets_with_engine = {engine.target for engine in self.engines if not engine.reference}
         for target in self.targets:
-            if target.name not in targets_with_engine:
+            if target.name not in self.engine_by_target:  # else its notes are among the engine's
                 for text in target.notes:
                     labels_by_text.setdefault(text, []).append(target.name)
 

@@ -234,14 +234,15 @@ def _nodes(report: Findings) -> Sections:
         Table(["target", "nodes", "operators", "ranges by", "options"], rows, "words")
     ]
 
-    has_several_targets = len(report.targets) > 1
+    has_several_targets = len(report.targets) > 1  # with those that could not be built
     float_heads = ["float operator", "nodes", "why it stays float"]
     if has_several_targets:
         float_heads.append("on")
     float_rows: list[list[Cell]] = []
     groups = float_groups(targets)
     for group in groups:
-        for node_names, target_names in group.nodes_and_targets:  # targets with the same nodes
+        # targets on which the same nodes stay float share a row
+        for node_names, target_names in group.nodes_and_targets:
             cells: list[Cell] = [group.op, node_names, group.reason]
             if has_several_targets:
                 cells.append(", ".join(target_names))

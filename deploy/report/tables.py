@@ -318,16 +318,16 @@ def _accuracy(report: Findings) -> Iterator[ComparisonLine]:
     )
 
     label = "SQNR"
-    slices_text = ""
+    worst_text = ""
     worst_labels = _distinct(map(worst_label, measured_accuracies))
     if worst_labels:  # an output is compared in parts, such as boxes and scores
         label = "SQNR, worst part"
-        slices_text = f"of {', '.join(worst_labels)}"
+        worst_text = f"of {', '.join(worst_labels)}"  # behind the cells: which parts these are
     yield _comparison_line(
         label,
         accuracies,
         lambda accuracy: figures.decibels(worst_figure(accuracy, "sqnr_db")),
-        slices_text,
+        worst_text,
     )
     yield _comparison_line("Cosine", accuracies, partial(_cosine_text, "cosine_mean"))
     yield _comparison_line("Cosine, worst", accuracies, partial(_cosine_text, "cosine_min"))
@@ -346,8 +346,6 @@ def _distinct(texts: Iterable[str]) -> list[str]:
 def _share_line(report: Findings, label: str) -> ComparisonLine:
     """Return the line of a figure by labels, such as top-1, with the engines' largest loss.
 
-    The float model's share is part of the accuracy of every other engine.
-
     `label`: name of the line, and of the figure in `_shares_by_labels`.
     """
     float_share: float | None = None
@@ -355,9 +353,10 @@ def _share_line(report: Findings, label: str) -> ComparisonLine:
     changes = []
     for engine in report.engines:
         share = None
-        measured_shares = _shares_by_labels(engine.accuracy) if engine.accuracy else {}
-        if label in measured_shares:
-            float_share, share = measured_shares[label]
+        shares_by_figure = _shares_by_labels(engine.accuracy) if engine.accuracy else {}
+        if label in shares_by_figure:
+            # every engine's accuracy has the float model's share too, which is the same in all
+            float_share, share = shares_by_figure[label]
             changes.append(share - float_share)
         shares.append(share)
     for index, engine in enumerate(report.engines):
