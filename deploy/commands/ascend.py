@@ -78,7 +78,7 @@ def deployment_options(command: Callable[..., Report]) -> CommandFunction:
         inputs = TrialInputs(dataset=dataset, shapes=dict(map(parse_shape, shapes)))
         report = command(target=target, inputs=inputs, **arguments)
         say_screen(to_screen(report))
-        end_with_verdicts(report, json_path, accept=True)  # code 3 is that of a build or check
+        end_with_verdicts(report, json_path, accept=True)  # an unusable engine is no failure here
 
     options = (
         base.general_option("-o", "--out", type=FILE, required=True, help="Output folder."),
@@ -288,21 +288,20 @@ def _say_result(result: AutoCalibration, model: Path) -> None:
         say(f"{counted(result.int8_layers, 'layer')} in int8, {float_count} in float.")
         for note in result.notes:
             say(note)
-    path_by_name = {path.name: path for path in result.paths}
     for path in result.paths:
         say(f"  {path}")
-    if result.int8_layers is not None:
-        # the repaired model, if there is one
-        built_model = path_by_name.get(f"{model.stem}_modified_model.onnx", model)
-        config_path = path_by_name[FINAL]
-        say(
-            f"The report and the atc script: calib8 build {quote(str(built_model))} --target ascend"
-            f" --ascend-config {quote(str(config_path))}, with the same options of the images"
-            " (--images, --preprocess, --limit ...)."
-        )
-    else:  # as a build whose target failed
+    if result.int8_layers is None:  # no model was written: end as a build whose target failed
         say(f"calib8: ascend failed: {result.failure} {quote(str(model))}", err=True)
         click.get_current_context().exit(1)
+
+    # the repaired model, if there is one
+    path_by_name = {path.name: path for path in result.paths}
+    built_model = path_by_name.get(f"{model.stem}_modified_model.onnx", model)
+    say(
+        f"The report and the atc script: calib8 build {quote(str(built_model))} --target ascend"
+        f" --ascend-config {quote(str(path_by_name[FINAL]))}, with the same options of the images"
+        " (--images, --preprocess, --limit ...)."
+    )
 
 
 @ascend.command("deploy", cls=base.SectionedCommand, short_help="Files by a record's scales.")

@@ -207,7 +207,7 @@ def print_calibration(
 ) -> None:
     """Print what was observed and how ranges were searched; exit 1 if a target failed.
 
-    That text has the warnings. If it is suppressed, they are printed on stderr.
+    The text includes doubts and warnings. If text is suppressed, these are printed on stderr.
     """
     say_lines(result.to_screen(file=path, everything=verbose))
     if is_text_suppressed():

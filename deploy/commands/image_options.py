@@ -398,6 +398,7 @@ def input_options(purpose: str) -> Decorator:
             source = arguments.pop("images")
             if source is None:
                 base.refuse_flags(base.given_flags_in(base.IMAGES), without="--images")
+            # also without images: it takes their options out of the arguments
             dataset = _take_dataset(arguments, source or "")
             command(dataset=dataset if source else None, **arguments)
 

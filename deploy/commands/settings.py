@@ -79,8 +79,8 @@ class ConfiguredCommand(SectionedCommand):
         """
         # parse a first time to find --config
         parsed_values, _, _ = self.make_parser(ctx).parse_args(list(args))
-        # parameter -> value on the command line; where an argument is missing, click has None or a
-        # mark of its own
+        # parameter -> value on the command line, without missing arguments: click parses these as
+        # None, or as an object that marks them
         line_values = {
             name: value
             for name, value in parsed_values.items()
@@ -183,11 +183,11 @@ def options_in(command: click.Command, path: Path) -> dict[str, Any]:
     way_out = f"take the {SETTINGS} of a build as a pattern"
     tables = toml.read_toml(path, what="a TOML file of the options of a command", way_out=way_out)
     table = tables.get(str(command.name), {})
-    other_table = next((name for name in tables if name != command.name), None)
-    if other_table is not None or not isinstance(table, dict):
+    other_name = next((name for name in tables if name != command.name), None)  # of a table
+    if other_name is not None or not isinstance(table, dict):
         raise ConfigError(
             f"{path} must have its options under [{command.name}],"
-            f" got {other_table or command.name!r}; {way_out}"
+            f" got {other_name or command.name!r}; {way_out}"
         )
 
     param_by_key = _param_by_key(command)
