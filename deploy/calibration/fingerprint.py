@@ -71,7 +71,7 @@ class Fingerprint:
         images: {"count", "sha256", ...} of the feed, independent of order and names.
         order: sha256 of the images' digests in feed order.
         preprocess: preprocessing of the images, by field; {} for arrays.
-        decoder: decoder of the image files, as in `decoder`; {} for arrays.
+        decoder: decoder of the image files, by `decoder_identity`; {} for arrays.
         program: CALIB8, or TENSORRT if it calibrated on a GPU.
         rule: "histogram", or the rule by which batches decide a range.
         method: search and its parameters, or TensorRT's calibrator as in a cache's first line.

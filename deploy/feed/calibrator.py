@@ -145,9 +145,10 @@ class CalibratorBatches:
         )
 
     def _find_sample_shape(self, spec: TensorSpec, window: AddressWindow) -> Shape:
-        """Return the shape of one sample, without batch; `window.shape` fills in open sizes.
+        """Return the shape of one sample, without batch; open sizes are those of the copied array.
 
-        `window`: the memory that the calibrator copied its batch to.
+        `window`: the memory that the calibrator copied its batch to. Its `shape` is that of the
+        array, if the memory tells it.
         """
         sizes = list(spec.shape)
         if window.shape and len(window.shape) == len(sizes):
@@ -359,7 +360,7 @@ class CalibratorScript:
         return self._call(getattr, self._calibrator, name, None)
 
     def _call_method(self, name: str) -> Any:
-        """Return what a method says; None without it."""
+        """Return what a method of the calibrator returns; None if it has no such method."""
         method = self._attribute(name)
         if method is None:
             return None

@@ -292,8 +292,8 @@ def match_inputs(value: object, specs: Specs, item_name: str) -> MatchedItem:
         arrays = _take_in_order(elements, specs, item_name)
         input_elements = len(specs)
 
-    for position in range(input_elements, len(elements)):
-        further_values[f"value {position + 1}"] = elements[position]
+    for number, element in enumerate(elements[input_elements:], input_elements + 1):
+        further_values[f"value {number}"] = element
     if len(elements) == input_elements + 1:  # has precedence over a value of the mapping
         label_name = f"value {len(elements)}"
     item = {spec.name: add_missing_batch(arrays[spec.name], spec) for spec in specs}
