@@ -9,7 +9,7 @@ from deploy.analysis.build_reader import StoredBuild, read_stored_build
 from deploy.errors import ConfigError, counted
 from deploy.report import Report, figures
 from deploy.report.model import find_rivals, speed_over, to_plain_object
-from deploy.report.parts import EngineRow
+from deploy.report.parts import EngineRow, TargetPart
 from deploy.report.screen import align_columns, entries
 from deploy.report.tables import worst_figure
 from deploy.report.verdict import Verdict
@@ -159,9 +159,7 @@ def _summarize_engine(build: StoredBuild, engine: EngineRow) -> EngineSummary:
     accuracy = engine.accuracy
     if accuracy is not None and (accuracy.parts or accuracy.outputs):
         summary = replace(summary, sqnr_db=worst_figure(accuracy, "sqnr_db"))
-    target = build.report.target_of(engine)
-    if target is None:
-        return summary
+    target = build.report.target_of(engine) or TargetPart(name=engine.target)
     return replace(
         summary,
         error=target.error,
@@ -240,7 +238,7 @@ def _cells(engine: EngineSummary) -> list[str]:
         level = engine.verdict.level
     node_count = f"{engine.quantized} of {engine.nodes}" if engine.nodes else ""
     speed_up = "" if engine.speed_up is None else figures.ratio(engine.speed_up)
-    cells = [
+    cells = (
         engine.target,
         level,
         speed_up,
@@ -251,11 +249,9 @@ def _cells(engine: EngineSummary) -> list[str]:
         node_count,
         engine.method,
         engine.effort,
-    ]
-    for index, cell in enumerate(cells):
-        if cell == figures.NONE:  # the text that `figures` returns for an unknown number
-            cells[index] = ""
-    return cells
+    )
+    # NONE is the text that `figures` returns for an unknown number
+    return ["" if cell == figures.NONE else cell for cell in cells]
 
 
 def _engine_table(builds: BuildComparison) -> Iterator[str]:
@@ -270,12 +266,8 @@ def _engine_table(builds: BuildComparison) -> Iterator[str]:
 def _reasons(builds: BuildComparison) -> Iterator[str]:
     """Yield the reasons of every verdict and of every failure."""
     for engine in builds.engines:
-        reason = engine.error
-        if not reason:
-            reason = "nothing was measured"
-            if engine.verdict:
-                reason = engine.verdict.text
-        yield f"{engine.build}, {engine.target}: {reason}"
+        verdict_text = engine.verdict.text if engine.verdict else "nothing was measured"
+        yield f"{engine.build}, {engine.target}: {engine.error or verdict_text}"
 
 
 def _difference_lines(builds: BuildComparison) -> Iterator[str]:

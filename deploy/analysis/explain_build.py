@@ -283,8 +283,7 @@ def explain(
                     threads=worker_threads(threads),
                     task=target.set_task,
                 )
-            notes = (*results.notes, *model_notes(report_path, loaded))
-            results = replace(results, notes=notes)
+            results = replace(results, notes=tuple(model_notes(report_path, loaded)))
         # `held` are the results of the user's images
         targets_with_results.append(replace(target, held=results))
     return replace(explanation, targets=tuple(targets_with_results))

@@ -423,7 +423,7 @@ def use_trusted_cache(run: CalibrationRun) -> CalibrationResult:
         run,
         decision,
         ranges,
-        warnings=(warning,) if warning else (),
+        warning=warning,
         has_random_outputs=bool(warning),
     )
 
@@ -490,7 +490,7 @@ def calibrate_run(
         evaluation_set=evaluation_set,
         agreement=halves_agreement,
         notes=notes,
-        warnings=(warning,) if warning else (),
+        warning=warning,
         has_random_outputs=has_random_outputs,
         outliers=calibration.outliers,
         checkpoint=checkpoint,
@@ -603,7 +603,7 @@ def _make_result(
     evaluation_set: EvaluationSet | None = None,
     agreement: HalvesAgreement | None = None,
     notes: tuple[str, ...] = (),
-    warnings: tuple[str, ...] = (),
+    warning: str = "",
     has_random_outputs: bool = False,
     outliers: Iterable[Outlier] = (),
     checkpoint: Checkpoint | None = None,
@@ -620,7 +620,7 @@ def _make_result(
         evaluation_set: evaluation samples; None takes those of the run.
         agreement: how far the ranges of two halves of the samples agree; None if unknown.
         notes: sentences on the run.
-        warnings: sentences that need an action.
+        warning: sentence on the float model that needs an action; "" without.
         has_random_outputs: whether the float model gives other outputs at each run.
         outliers: samples that alone reach the extremes of a tensor.
         checkpoint: of the run; None without.
@@ -635,8 +635,9 @@ def _make_result(
     run_outliers = [
         outlier for outlier in outliers if (outlier.variant, outlier.tensor) in observed_tensors
     ]
+    outlier_warning = ""
     if run_outliers:
-        warnings = (describe_outliers(run_outliers, feed.name_by_digest()), *warnings)
+        outlier_warning = describe_outliers(run_outliers, feed.name_by_digest())
     remaining_checkpoint = None
     if checkpoint is not None and cache is None:  # else it was removed when the cache was written
         remaining_checkpoint = checkpoint.path
@@ -658,7 +659,7 @@ def _make_result(
         runs=run.inference_counts,
         notes=notes,
         doubts=input_doubts,
-        warnings=(*subject.loaded.alerts, *warnings),
+        warnings=tuple(filter(None, (*subject.loaded.alerts, outlier_warning, warning))),
         has_random_outputs=has_random_outputs,
         cache=cache,
         peaks=run.tensor_peaks,

@@ -101,12 +101,9 @@ def write_report(
         _target_part(calibration, figures, result, plans.get(result.target), stage)
         for result in results
     )
-    saved_path = None
-    if saved_model is not None:
-        saved_path = stage.published_path(saved_model)
     report = Report(
         title=f"calib8: {loaded.name} in {' and '.join(precisions)} for {target_names}",
-        model=model_part(loaded, path=saved_path),
+        model=model_part(loaded, path=_final_path(saved_model, stage)),
         feed=feed_part(feed, calibration.images),
         calibration=_calibration_part(calibration, results),
         targets=targets,
@@ -332,7 +329,7 @@ def publish_build(
     stage.publish(write_manifest)
 
 
-def model_part(loaded: LoadedModel, *, path: Path | None = None) -> ModelPart:
+def model_part(loaded: LoadedModel, *, path: str | None = None) -> ModelPart:
     """Return the float model's part of a report.
 
     `path`: file that the build saved it in; None names the file that was loaded.

@@ -12,7 +12,7 @@ Missing numbers are "-", those of a failed target "failed".
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 
 from deploy.errors import counted
 from deploy.files.reading import format_bytes
@@ -158,10 +158,9 @@ class EngineLayersPart:
     gained: tuple[NodeDeviation, ...] = ()
 
     @property
-    def deviation_rows(self) -> list[list[str]]:
+    def deviation_rows(self) -> list[tuple[str, ...]]:
         """Rows under `DEVIATION_HEADS` of the nodes that do not run as planned."""
-        deviations = (*self.lost, *self.gained)
-        return [[node.node, node.op, node.planned, node.ran] for node in deviations]
+        return list(map(astuple, (*self.lost, *self.gained)))
 
     @property
     def as_planned(self) -> int:
