@@ -208,7 +208,7 @@ def check(
 @click.option(
     "--keep-batchnorm",
     is_flag=True,
-    help="Do not fold BatchNormalization; converting back is then exact.",
+    help="Do not fold BatchNormalization; with --rest fp32, converting back is then exact.",
 )
 @click.option(
     "--rest",

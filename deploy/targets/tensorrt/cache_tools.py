@@ -300,8 +300,8 @@ def cache_to_qdq(
     Args:
         model: path of the ONNX file, or the model.
         cache: its calibration cache.
-        keep_batchnorm: do not fold BatchNormalization, so that the float model that
-            `calib8.cache.from_qdq` returns has the outputs of `model`, bit for bit.
+        keep_batchnorm: do not fold BatchNormalization. With `rest` "fp32", the float model that
+            `calib8.cache.from_qdq` returns then has the outputs of `model`, bit for bit.
         rest: type of the float part, "fp16", "bf16" or "fp32".
         precision: grid of the pairs, "int8" or "fp8"; both use the clip ranges of the cache.
 
