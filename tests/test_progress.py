@@ -436,6 +436,15 @@ def test_quiet_prints_errors_and_verdicts(quick_build, tmp_path, run):
     assert err.startswith("calib8: error: ")
 
 
+def test_quiet_check_prints_warnings(quick_build, tmp_path, run):
+    assert run(*quick_build)[0] == 0
+    (tmp_path / "out" / "report.md").write_text("changed")
+    images = quick_build[quick_build.index("--images") + 1]
+    code, out, err = run("check", tmp_path / "out", "--images", images, "--duration", 0, "-q")
+    assert (code, out) == (0, "")
+    assert "report.md" in err
+
+
 @pytest.mark.usefixtures("named_files")
 def test_quiet_and_verbose_exclude_each_other(run):
     for command in ("build", "calibrate"):

@@ -164,11 +164,12 @@ def to_screen(report: Findings) -> str:
 
 
 def serious_findings(report: Findings) -> Iterator[str]:
-    """Yield failures and verdicts that are not good, for runs that do not show the report."""
+    """Yield failures, verdicts that are not good, and warnings, for runs that show no report."""
     yield from failure_texts(report)
     for engine in report.engines:
         if engine.verdict is not None and engine.verdict.level in (DOUBTFUL, UNUSABLE):
             yield f"{engine.label}: {engine.verdict.text}"
+    yield from _urgent_texts(report)
 
 
 def _verdicts(report: Findings) -> Iterator[str]:
@@ -229,17 +230,20 @@ def _decision_lines(report: Findings) -> Iterator[str]:
 
     if report.written:  # a check writes nothing: its files are those of a build
         yield from entries("Ship", dict.fromkeys(_shipped_files(report)))  # each file once
-    # an alert that a verdict quotes is on the screen already
-    verdicts = [engine.verdict for engine in report.engines if engine.verdict]
-    reasons_text = "\n".join(chain.from_iterable(verdict.reasons for verdict in verdicts))
-    alerts = [alert for alert in report.all_alerts if alert not in reasons_text]
-    urgent_texts = (*earlier_texts(report), *_lost_layers(report), *alerts)
-    yield from entries("Warning", urgent_texts[:_MAX_ALERTS])
+    yield from entries("Warning", _urgent_texts(report)[:_MAX_ALERTS])
     note_count = counted(len(report.warnings), "note")  # `warnings` has all alerts and notes
     page = path_of(report.files, REPORT)
     if page:
         yield from entry("Report", f"{page}  (all figures and {note_count}; as text: report.md)")
     yield from entries("Next", dict.fromkeys(next_steps(report)))
+
+
+def _urgent_texts(report: Findings) -> tuple[str, ...]:
+    """Return the warnings that no verdict quotes."""
+    verdicts = [engine.verdict for engine in report.engines if engine.verdict]
+    reasons_text = "\n".join(chain.from_iterable(verdict.reasons for verdict in verdicts))
+    alerts = [alert for alert in report.all_alerts if alert not in reasons_text]
+    return (*earlier_texts(report), *_lost_layers(report), *alerts)
 
 
 def _shipped_files(report: Findings) -> Iterator[str]:
