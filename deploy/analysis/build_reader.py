@@ -89,12 +89,9 @@ class Verification(PrintedResult):
     def to_screen(self) -> str:
         """Return a line for each file and for the cache, and how many files are unchanged."""
         files = self.manifest.files
-        lines = []
-        for name in files:
-            # `changed` has the second half of the line, such as "is missing"
-            lines.append(f"{name} {self.changed.get(name, 'is as it was written')}")
-        for name in self.manifest.earlier:
-            lines.append(f"{name} is of an earlier build")
+        # `changed` has the second half of the line, such as "is missing"
+        lines = [f"{name} {self.changed.get(name, 'is as it was written')}" for name in files]
+        lines += [f"{name} is of an earlier build" for name in self.manifest.earlier]
         if self.manifest.cache is not None:
             cache_path, _digest = self.manifest.cache
             # the cache may lie outside of the build's folder, and so be missing on this machine

@@ -441,7 +441,8 @@ def _choose_checkpoint(options: CalibrationOptions) -> Path | None:
         ConfigError: --resume, but there can be no checkpoint.
     """
     policy = options.cache
-    # the flag, if any, with which some images are not run, or none since the cache is only read
+    # the flag, if any, with which not all images are run: only the first ones that are enough, or
+    # none, since the cache is only read
     stops_early = options.until_stable is not None
     conflicting_flag = "--until-stable" if stops_early else policy.reuse_flag
     if options.resume and conflicting_flag:
