@@ -1,7 +1,7 @@
 """Compares the engines and options of builds, as text and JSON."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
 
@@ -141,31 +141,30 @@ def _summarize_engines(build: StoredBuild) -> Iterator[EngineSummary]:
 
 def _summarize_engine(build: StoredBuild, engine: EngineRow) -> EngineSummary:
     """Return the figures of one int8 engine, as far as its build has them."""
-    summary = EngineSummary(
+    effort = ""
+    if build.options is not None:
+        effort = build.options.get("effort", _DEFAULT_EFFORT)
+    # the float engines of the build that were measured too; the first is the main one
+    rivals = find_rivals(build.report.engines, engine)
+    sqnr_db = None
+    accuracy = engine.accuracy
+    if accuracy is not None and (accuracy.parts or accuracy.outputs):
+        sqnr_db = worst_figure(accuracy, "sqnr_db")
+    target = build.report.target_of(engine) or TargetPart(name=engine.target)
+    return EngineSummary(
         build=build.name,
         target=engine.target,
         verdict=engine.verdict,
+        error=target.error,
+        speed_up=speed_over(rivals[0], engine) if rivals else None,
+        p50_ms=None if engine.latency is None else engine.p50_ms,
         size_bytes=engine.size_bytes,
         task=_describe_task(engine),
-    )
-    if build.options is not None:
-        summary = replace(summary, effort=build.options.get("effort", _DEFAULT_EFFORT))
-    if engine.latency is not None:
-        summary = replace(summary, p50_ms=engine.latency.latency.p50)
-    # the float engines of the build that were measured too; the first is the main one
-    rivals = find_rivals(build.report.engines, engine)
-    if rivals:
-        summary = replace(summary, speed_up=speed_over(rivals[0], engine))
-    accuracy = engine.accuracy
-    if accuracy is not None and (accuracy.parts or accuracy.outputs):
-        summary = replace(summary, sqnr_db=worst_figure(accuracy, "sqnr_db"))
-    target = build.report.target_of(engine) or TargetPart(name=engine.target)
-    return replace(
-        summary,
-        error=target.error,
+        sqnr_db=sqnr_db,
         quantized=sum(node.quantized for node in target.nodes),
         nodes=len(target.nodes),
         method=target.method,
+        effort=effort,
     )
 
 
