@@ -92,7 +92,7 @@ OPENERS = {
     "feed/loaders.py": (LOADER, "build {model} --images {code}:make"),
     "feed/calibrator.py": (CALIBRATOR, "build {model} --calibrator-script {code}:make"),
     "tasks/metric.py": (METRIC, "build {model} --images {array} --metric {code}:make"),
-    "fx/source.py": (MODULE, "build {code}:make --input 1x3x16x16 --images {array}"),
+    "fx/source.py": (MODULE, "build {code}:make --input 1x3x16x16 --images {array} --int8-stem"),
 }
 
 
