@@ -1,15 +1,21 @@
 """Verdicts that a search expects of a trial."""
 
 from types import SimpleNamespace
+from typing import ClassVar
 
+import numpy as np
+import onnx
 import pytest
 
+from calib8 import calibrate
+from deploy.calibration.reference_outputs import make_evaluation_set
 from deploy.metrics.accuracy import Accuracy
-from deploy.metrics.levels import DOUBTFUL, GOOD
+from deploy.metrics.levels import DOUBTFUL, GOOD, UNUSABLE
 from deploy.metrics.output_errors import SAMPLE_MEAN, OutputAccuracy
-from deploy.metrics.output_form import SliceAccuracy
+from deploy.metrics.output_form import SliceAccuracy, derive_from_first
 from deploy.tasks import TaskFigure
 from deploy.tuning import search_samples
+from deploy.tuning.search_samples import GrowingComparison
 
 
 @pytest.fixture(autouse=True)
@@ -20,15 +26,16 @@ def stand_ins(monkeypatch):
     monkeypatch.setattr(search_samples, "model_digest", lambda model: "")
 
 
-def make_predictor():
-    """A predictor without limits, whose accuracies the test gives."""
+def make_predictor(evaluation_set=None, max_loss=None):
+    """A predictor whose accuracies the test gives."""
     return search_samples.VerdictPredictor(
-        None,
+        evaluation_set,
         int8_kernels=True,
         threads=1,
-        max_loss=None,
+        max_loss=max_loss,
         form=None,
         count_samples=lambda count: None,
+        few_boxes=search_samples.FewBoxes(),
     )
 
 
@@ -71,6 +78,31 @@ def test_few_counted_need_more_samples(counted, samples, expected_calls, monkeyp
     monkeypatch.setattr(search_samples.VerdictPredictor, "_accuracies", judge_parts)
     make_predictor().predict(None, noise=0.0)
     assert len(calls) == expected_calls
+
+
+@pytest.mark.parametrize(
+    ("max_loss", "expected_level"), [(0.0, UNUSABLE), (0.01, UNUSABLE), (0.03, GOOD), (None, GOOD)]
+)
+def test_no_loss_in_few_samples_does_not_prove_a_strict_limit(
+    max_loss, expected_level, monkeypatch
+):
+    def accuracies(self, comparison):
+        for samples, lost in ((12, 0.0), (48, 0.04)):
+            figure = TaskFigure(
+                task="boxes",
+                figure="",
+                value=1 - lost,
+                count="",
+                words="",
+                samples=samples,
+                found=50,
+                counted=50,
+            )
+            yield Accuracy(samples=samples, outputs=(), task=figure)
+
+    monkeypatch.setattr(search_samples.VerdictPredictor, "_accuracies", accuracies)
+    expected = make_predictor(max_loss=max_loss).predict(None, noise=0.0)
+    assert expected.level == expected_level
 
 
 def test_other_task_outputs_are_judged(monkeypatch):
@@ -128,3 +160,72 @@ def test_few_boxes_are_extrapolated_by_noise(box_count, lost, new_boxes, noise, 
     judge = make_predictor()
     expected = judge.predict(None, noise=noise)
     assert (expected.level == GOOD) is good
+
+
+class Subset(list):
+    """Samples without states."""
+
+    states: ClassVar[dict[str, str]] = {}
+
+
+class BoxComparison:
+    """A comparison in which the samples with even keys below `box_limit` hold one box each."""
+
+    calls: ClassVar[list[tuple[int, tuple[int, ...]]]] = []
+    box_limit = 14
+
+    def __init__(self, *_, **__):
+        self.keys, self.outputs = [], {}
+
+    @property
+    def box_keys(self):
+        return [key for key in self.keys if key % 2 == 0 and key < self.box_limit]
+
+    def compare(self, max_samples, *, threads, added_keys):
+        self.calls.append((max_samples, tuple(added_keys)))
+        self.keys = sorted({*range(max_samples), *added_keys})
+        found = len(self.box_keys)
+        figure = TaskFigure(
+            task="boxes",
+            figure="",
+            value=1,
+            count="",
+            words="",
+            samples=len(self.keys),
+            found=found,
+            new=1,  # of a few boxes, so that more samples are needed
+            counted=found,
+        )
+        return Accuracy(samples=len(self.keys), outputs=(), task=figure)
+
+
+@pytest.mark.parametrize(
+    ("box_limit", "calls_again"),
+    [(14, [(5, (0, 2, 4, 6, 8, 10, 12))]), (64, [(1, tuple(range(0, 64, 2)))]), (90, None)],
+)
+def test_samples_without_boxes_are_hardly_run_again(box_limit, calls_again, monkeypatch):
+    """Where there are few boxes, later models run on those samples, and on 12 at least."""
+    monkeypatch.setattr(BoxComparison, "calls", [])
+    monkeypatch.setattr(BoxComparison, "box_limit", box_limit)
+    monkeypatch.setattr(search_samples, "GrowingComparison", BoxComparison)
+    predictor = make_predictor(SimpleNamespace(subset=Subset(range(100))))
+    predictor.predict(None, noise=0.1)
+    calls = BoxComparison.calls[:]
+    assert [max_samples for max_samples, _ in calls] == [12, 48, 100]
+    predictor.predict(None, noise=0.1)
+    assert BoxComparison.calls[3:] == (calls if calls_again is None else calls_again)
+
+
+def test_a_comparison_knows_the_samples_with_boxes(detector):
+    rng = np.random.default_rng(3)
+    pictures = rng.normal(scale=0.05, size=(16, 1, 3, 32, 32)).astype(np.float32)
+    pictures[[4, 11]] *= 60  # in the others the scores are low
+    model = onnx.load(detector)
+    evaluation_set = make_evaluation_set(calibrate(detector, pictures).feed, model, 16)
+    form, _ = derive_from_first(evaluation_set.samples_with_outputs(16))
+    comparison = GrowingComparison(model, evaluation_set, form, int8_kernels=False)
+    comparison.compare(1, threads=1, added_keys=[4])
+    assert comparison.box_keys == [4]
+    comparison.compare(16, threads=2)
+    assert comparison.box_keys == [4, 11]
+    assert len(comparison.keys) == len(set(comparison.keys)) == 16

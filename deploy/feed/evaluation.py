@@ -95,11 +95,18 @@ class EvaluationSubset:
         return (sample for _, sample in self.spread_with_keys(max_samples))
 
     def spread_with_keys(
-        self, max_samples: int, *, skipped_keys: Collection[int] = ()
+        self,
+        max_samples: int,
+        *,
+        added_keys: Collection[int] = (),
+        skipped_keys: Collection[int] = (),
     ) -> Iterator[tuple[int, Sample]]:
-        """Yield (key, sample) of at most `max_samples` spread samples, but not `skipped_keys`."""
-        chosen = self._feed.spread(self.keys, max_samples)
-        return self._feed.samples_by_key([key for key in chosen if key not in skipped_keys])
+        """Yield (key, sample) of at most `max_samples` spread samples and those of `added_keys`.
+
+        Those of `skipped_keys` are left out.
+        """
+        chosen_keys = {*self._feed.spread(self.keys, max_samples), *added_keys}
+        return self._feed.samples_by_key(chosen_keys.difference(skipped_keys))
 
     def first_samples(self, max_samples: int) -> Sequence[Sample]:
         """Return the first samples of the entire feed."""

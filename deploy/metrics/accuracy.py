@@ -16,7 +16,7 @@ from deploy.metrics.output_errors import OutputAccuracy, RunningError, plain_jso
 from deploy.metrics.output_form import OutputForm, SliceAccuracy
 from deploy.metrics.precision import GroundTruth, MeanPrecision, PrecisionTally
 from deploy.tasks import TaskFigure
-from deploy.tasks.boxes import BoxDetection
+from deploy.tasks.boxes import BoxDetection, BoxTally
 from deploy.tasks.detector import RowDecoder
 from deploy.tasks.evaluation_task import Example
 from deploy.tasks.rows import AlikeOutputs, Outputs, batch_length, split_batches
@@ -178,6 +178,11 @@ class Comparison:
         ):
             if tally is not None:
                 tally.add(inputs, reference, candidate)
+
+    @property
+    def box_count(self) -> int:
+        """Number of boxes that the reference has found so far; 0 for other tasks."""
+        return self._task_tally.total if isinstance(self._task_tally, BoxTally) else 0
 
     def shown(self) -> tuple[Example, ...]:
         """Return the few samples so far where both models differ most, the worst first."""

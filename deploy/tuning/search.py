@@ -326,7 +326,7 @@ class Search:
                 layers,
                 measure,
                 first_count=self.effort.first_groups,
-                max_trials=self.effort.isolated_trials // 2,
+                max_trials=self.effort.isolated_trials // 3,
                 int8_noise=base.noise,
             )
         sensitivity = measure_sensitivity(

@@ -6,7 +6,8 @@ nothing. So half of the samples are those with the greatest signal in the output
 
 Expected verdict. A trial model is compared as its engine will be. Most are good on the first few
 evaluation samples, and no others run then. All run only if doubling the loss (verdict "good") or
-halving it (verdict "unusable") would change the verdict.
+halving it (verdict "unusable") would change the verdict. Once all have run and hold few boxes,
+later trial models run on those that hold boxes, and on as many as the first few at least.
 
 Ranges. What a range clips is rare in the images that calibrate, and a search that measures on these
 images finds that clipping costs nothing. So where the images are few, the ranges of the trials are
@@ -20,7 +21,7 @@ not depend on the order of samples is subtracted: only the few samples run again
 statistic is observed again on the other samples.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -159,6 +160,7 @@ class GrowingComparison:
 
     Attributes:
         keys: keys of the samples that were run.
+        box_keys: keys of those in which the float model found boxes.
         outputs: of the model, by sample key, as far as they are stored; none of a model with
             states, whose outputs depend on the samples before.
     """
@@ -190,14 +192,22 @@ class GrowingComparison:
         # a model with states gets those of its own last step, not of the float model's
         self._own_states = OwnStates(states)
         self.keys: list[int] = []
+        self.box_keys: list[int] = []
         stored_keys = evaluation_set.subset.keys if stores_outputs and not states else ()
         self.outputs = SampleCache(stored_keys, max_bytes=MOST_OUTPUT_BYTES)
 
     @phase("checking accuracy")
-    def compare(self, max_samples: int, *, threads: int) -> Accuracy:
+    def compare(
+        self, max_samples: int, *, threads: int, added_keys: Collection[int] = ()
+    ) -> Accuracy:
         """Return the accuracy on `max_samples` samples, or on all.
 
         Samples of earlier calls count too, and do not run again.
+
+        Args:
+            max_samples: number of samples, spread over all.
+            threads: samples that run in parallel.
+            added_keys: keys of samples that run too, whether they are among these or not.
 
         Raises:
             BackendError: ONNX Runtime refused a sample.
@@ -205,7 +215,7 @@ class GrowingComparison:
         if self._evaluation_set.subset.states:
             threads = 1  # each step needs the states of the one before
         run_in_order(
-            self._new_samples(max_samples),  # without those that ran in earlier calls
+            self._new_samples(max_samples, added_keys),  # without those that ran in earlier calls
             self._run,
             self._add,
             threads=threads,
@@ -213,9 +223,11 @@ class GrowingComparison:
         )
         return self._comparison.result()
 
-    def _new_samples(self, max_samples: int) -> Iterator[Sample]:
-        subset = self._evaluation_set.subset
-        for key, sample in subset.spread_with_keys(max_samples, skipped_keys=frozenset(self.keys)):
+    def _new_samples(self, max_samples: int, added_keys: Collection[int]) -> Iterator[Sample]:
+        new_samples = self._evaluation_set.subset.spread_with_keys(
+            max_samples, added_keys=added_keys, skipped_keys=frozenset(self.keys)
+        )
+        for key, sample in new_samples:
             self.keys.append(key)
             yield sample
 
@@ -227,8 +239,11 @@ class GrowingComparison:
         self.outputs.add(key, outputs)
         return sample, self._evaluation_set.reference_outputs.get(key, sample), outputs
 
-    def _add(self, _: int, arrays: Sequence[Mapping[str, Array]]) -> None:
+    def _add(self, number: int, arrays: Sequence[Mapping[str, Array]]) -> None:
+        earlier_boxes = self._comparison.box_count
         self._comparison.add(*arrays, count=self._evaluation_set.subset.unpadded_count)
+        if self._comparison.box_count > earlier_boxes:
+            self.box_keys.append(self.keys[number - 1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,6 +269,18 @@ class ExpectedVerdict:
         return self.level
 
 
+@dataclass(slots=True)
+class FewBoxes:
+    """Where the float model finds boxes, if it finds few.
+
+    Attributes:
+        keys: keys of the evaluation samples that hold them; None while not all samples have run,
+            or if they hold `MIN_OBJECTS` boxes or more.
+    """
+
+    keys: Collection[int] | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class VerdictPredictor:
     """Predicts the verdict on models, and reports the samples that this takes.
@@ -265,6 +292,7 @@ class VerdictPredictor:
         max_loss: the user's limit of loss; None for none.
         form: slices and task of the outputs, and the user's metric.
         count_samples: called with the number of samples that are run.
+        few_boxes: found by the first model that runs on all samples, for those after it.
     """
 
     evaluation_set: EvaluationSet
@@ -273,6 +301,7 @@ class VerdictPredictor:
     max_loss: float | None
     form: OutputForm
     count_samples: Callable[[int], None]
+    few_boxes: FewBoxes
 
     def predict(self, model: onnx.ModelProto, *, noise: float) -> ExpectedVerdict:
         """Return the expected verdict on the engine of a model, from as few samples as will do.
@@ -295,7 +324,7 @@ class VerdictPredictor:
                     return ExpectedVerdict()  # FP32 itself is not finite: no split helps
                 task_loss = measure_loss(accuracy, self.max_loss)
                 levels = self._find_levels(accuracy, noise)
-                if _is_certain(levels, accuracy, task_loss):
+                if _is_certain(levels, accuracy, task_loss, self.max_loss):
                     break  # more samples would hardly change the verdict
         except BackendError:  # reported when the engine is built
             return ExpectedVerdict()
@@ -319,15 +348,35 @@ class VerdictPredictor:
         )
 
     def _accuracies(self, comparison: GrowingComparison) -> Iterator[Accuracy]:
-        """Yield the accuracy on a few samples, then on more and on all; each sample runs once."""
+        """Yield the accuracy on a few samples, then on more and on all; each sample runs once.
+
+        If the float model finds few boxes, the samples without any could only show new ones. Then
+        those with boxes run, and of the others only what makes up the first few.
+        """
         count = len(self.evaluation_set.subset)
         sample_counts = [*(limit for limit in _FIRST_SAMPLES if limit < count), count]
+        # each step of a model with states needs the one before, so none is left out
+        has_states = bool(self.evaluation_set.subset.states)
+        box_keys = self.few_boxes.keys
+        if box_keys is not None:
+            sample_counts = [max(1, _FIRST_SAMPLES[0] - len(box_keys))]
         for max_samples in sample_counts:
             earlier_count = len(comparison.keys)
             try:
-                yield comparison.compare(max_samples, threads=self.threads)
+                accuracy = comparison.compare(
+                    max_samples, threads=self.threads, added_keys=box_keys or ()
+                )
             finally:  # samples that ran before an error are spent too
                 self.count_samples(len(comparison.keys) - earlier_count)
+            if len(comparison.keys) == count and _has_few_boxes(accuracy) and not has_states:
+                self.few_boxes.keys = tuple(comparison.box_keys)
+            yield accuracy
+
+
+def _has_few_boxes(accuracy: Accuracy) -> bool:
+    """Whether the float model finds boxes, but fewer than `MIN_OBJECTS`."""
+    found = None if accuracy.task is None else accuracy.task.found
+    return found is not None and found < MIN_OBJECTS
 
 
 def _extrapolate_few_boxes(accuracy: Accuracy, noise: float) -> Accuracy:
@@ -338,7 +387,7 @@ def _extrapolate_few_boxes(accuracy: Accuracy, noise: float) -> Accuracy:
     boxes, `task.new` is a number of boxes.
     """
     task = accuracy.task
-    if task is None or task.found is None or task.found >= MIN_OBJECTS:
+    if task is None or task.found is None or not _has_few_boxes(accuracy):
         return accuracy
     count = task.found + MIN_OBJECTS
     added_loss = noise * MIN_OBJECTS  # boxes
@@ -349,19 +398,33 @@ def _extrapolate_few_boxes(accuracy: Accuracy, noise: float) -> Accuracy:
     return replace(accuracy, task=expected_task)
 
 
-def _is_certain(levels: frozenset[str], accuracy: Accuracy, task_loss: TaskLoss | None) -> bool:
+def _is_certain(
+    levels: frozenset[str],
+    accuracy: Accuracy,
+    task_loss: TaskLoss | None,
+    max_loss: float | None,
+) -> bool:
     """Whether more samples would hardly change the verdict.
 
     A few samples are not enough if the model has no task, or if the task counts single things, such
-    as boxes, and the samples hold few of them.
+    as boxes, and the samples hold few of them. Nor are they if one more loss among them would
+    exceed the user's limit.
 
-    `levels`: of the reasons for a verdict so far.
+    Args:
+        levels: of the reasons for a verdict so far.
+        accuracy: on the samples so far.
+        task_loss: loss of the task; None where it is not measured.
+        max_loss: the user's limit of it; None for none.
     """
     if accuracy.problems:
         return True
     if accuracy.samples < CANDIDATE_COUNT:
         task = accuracy.task
         if task is None or 0 < task.counted < MIN_OBJECTS:
+            return False
+    if max_loss is not None and task_loss is not None and task_loss.level == GOOD:
+        counted = accuracy.samples if accuracy.task is None else accuracy.task.counted
+        if task_loss.share + 1 / max(counted, 1) > max_loss:
             return False
     is_extreme = UNUSABLE in levels or levels <= {GOOD}
     return is_extreme and (task_loss is None or task_loss.sure)

@@ -44,6 +44,7 @@ from deploy.tuning.search import Search, SharedFindings
 from deploy.tuning.search_options import EFFORTS, TRIAL_SAMPLES, Effort, SearchBudget, Trial, Tuning
 from deploy.tuning.search_samples import (
     ExpectedVerdict,
+    FewBoxes,
     VerdictPredictor,
     max_sample_count,
     same_shape_samples,
@@ -328,6 +329,7 @@ def _split_chooser(
         max_loss=setup.options.max_loss,
         form=form,
         count_samples=budget.spend,
+        few_boxes=setup.request.ranges.compute_once("few boxes", FewBoxes),
     )
     target = setup.target
     measure: Callable[[Sequence[Trial]], Sequence[float]] | None = None
