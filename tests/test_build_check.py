@@ -206,6 +206,18 @@ def test_engine_for_a_gpu_is_one_sentence(copy, pictures, wording):
     assert "small_cnn.tensorrt.typed.onnx" in absent
 
 
+def test_float16_scales_are_warned_of(copy, small_cnn, pictures):
+    """Their verdict is that of ONNX Runtime, not that of the device which they are for."""
+    name = "small_cnn.tensorrt.typed.onnx"
+    report = check(copy / name, pictures, against=small_cnn, preprocess=PREPROCESS)
+    assert any(name in alert and "float16" in alert for alert in report.alerts)
+    assert not any("float16" in alert for alert in check(copy, pictures).alerts)
+    report = calib8.bench(
+        copy / name, against=small_cnn, images=pictures, preprocess=PREPROCESS, duration_s=0
+    )
+    assert any(name in note and "float16" in note for note in report.notes)
+
+
 def test_file_that_is_no_model_fails_its_target_alone(copy, pictures):
     """A file that the folder's list of checksums agrees with, and that does not parse."""
     path = copy / "small_cnn.tensorrt.typed.onnx"

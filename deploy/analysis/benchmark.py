@@ -50,6 +50,7 @@ from deploy.report import Report
 from deploy.report.figures import compare_with_plan
 from deploy.report.parts import BatchRow, EngineRow
 from deploy.runtimes.openvino import OpenvinoSession
+from deploy.runtimes.ort import warn_of_int8_kernels
 from deploy.targets import TARGETS, OnnxRuntime, Target
 from deploy.tasks import Metric, make_metric
 from deploy.tasks.declarations import Declaration
@@ -141,6 +142,8 @@ def bench(
         notes = preprocessing_notes(feed)
         if compares_outputs:
             accuracies = _compare_outputs(engines, feed, metric)
+            for model, path in _read_onnx_models(engines.values()):
+                notes += tuple(filter(None, [warn_of_int8_kernels(model, path.name)]))
 
     # the latency of all engines at each batch size
     batch_sizes: list[int | None] = [*sorted(set(batches))]  # the smallest first

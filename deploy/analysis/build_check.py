@@ -62,6 +62,7 @@ from deploy.pipeline.results import engine_rows, feed_part, model_part
 from deploy.report import Report
 from deploy.report.parts import RequestPart, TargetPart
 from deploy.report.verdict import Gates
+from deploy.runtimes.ort import warn_of_int8_kernels
 from deploy.targets import TARGETS, Target
 from deploy.targets.base import BuildResult
 from deploy.tasks import make_metric
@@ -183,7 +184,8 @@ class _ShippedFiles:
         task: task that the user set in the build; "" without.
         metric: name of the metric that judged the build; "" without.
         calibration_digest: of the build's calibration images; "" if unknown.
-        alerts: sentences on files that are not as the build wrote them.
+        alerts: sentences on files that are not as the build wrote them, or that ONNX Runtime
+            computes wrongly; "" for none.
         image_doubts: sentences on the preprocessing, for evaluation samples that are images.
         had_assumed_inputs: whether the build took calib8's default preprocessing, and the user sets
             no other.
@@ -427,8 +429,11 @@ def _read_engine(
     target = find_target(path, targets)
     # of an ONNX file, the precision of each node can be read; any other engine counts as int8
     decisions: tuple[Decision, ...] = (_UNLISTED_INT8,)
+    kernel_alert = ""
     if target.runs_here:  # its engines are ONNX files, which ONNX Runtime runs on this machine
-        decisions = _engine_decisions(path)
+        model = read_model(path)
+        decisions = _engine_decisions(model)
+        kernel_alert = warn_of_int8_kernels(model, path.name)
     if not any(decision.quantized for decision in decisions):
         raise ConfigError(
             f"an int8 engine is checked, got {path} without QuantizeLinear and integer operators;"
@@ -446,6 +451,7 @@ def _read_engine(
         targets=(target,),
         results=(result,),
         folder=path.parent,
+        alerts=(kernel_alert,),
     )
 
 
@@ -453,10 +459,10 @@ def _read_engine(
 _UNLISTED_INT8 = Decision("engine", "engine", "int8")
 
 
-def _engine_decisions(path: Path) -> tuple[Decision, ...]:
-    """Return the precision of each node of an ONNX file."""
+def _engine_decisions(model: onnx.ModelProto) -> tuple[Decision, ...]:
+    """Return the precision of each node of an engine that is an ONNX file."""
     decisions = []
-    for node in all_nodes(read_model(path).graph):
+    for node in all_nodes(model.graph):
         precision = "int8" if is_quantized_node(node) else "float32"
         decisions.append(Decision(node.name, node.op_type, precision))
     return tuple(decisions)

@@ -530,6 +530,17 @@ def breaks_int8_kernels(model: Model) -> bool:
     return False
 
 
+def warn_of_int8_kernels(model: ModelProto, name: str) -> str:
+    """Return a sentence on a model's file that `breaks_int8_kernels`; "" for any other model."""
+    if not breaks_int8_kernels(model):
+        return ""
+    return (
+        f"{name} has fp8 pairs or float16 scales, which ONNX Runtime's int8 kernels may compute"
+        " wrongly; the accuracy on TensorRT is that of `calib8 compare`, or of `calib8 check` with"
+        " the folder of the build"
+    )
+
+
 def _read_bytes(path: Path | str) -> bytes:
     """Read a model whose path is not UTF-8; external weights cannot be located then."""
     data = read_bytes(path, what="a model", error=BackendError)
