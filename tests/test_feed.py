@@ -122,6 +122,17 @@ def test_list_file_with_labels_and_comments(photos):
     assert (feed.names, feed.labels) == (("shot 1",), None)
 
 
+def test_csv_lists_images_with_labels(photos):
+    for header in ("", "path,label\n"):
+        (photos / "list.csv").write_text(f'{header}"e f.Png",3\nsub/c.jpeg, 0\nb.png,12\n')
+        feed = open_feed(photos / "list.csv", [IMAGE])
+        assert feed.names == ("e f.Png", "sub/c.jpeg", "b.png")
+        assert feed.labels == (3, 0, 12)
+    shutil.copy(photos / "b.png", photos / "b,1")  # a line that is a file as a whole has no label
+    (photos / "list.csv").write_text("b,1\n")
+    assert open_feed(photos / "list.csv", [IMAGE]).names == ("b,1",)
+
+
 def test_single_image_is_a_feed(photos):
     assert len(collect(open_feed(photos / "b.png", [IMAGE]))) == 1
 
@@ -250,6 +261,7 @@ def test_labels_follow_images_not_skipped(photos):
         ("a.JPG cat\n", "whole number from 0, got 'cat' on line 1"),
         ("a.JPG -1\n", "whole number from 0, got '-1'"),
         ("a.JPG 1.5\n", "whole number"),
+        ("path,label\na.JPG,cat\n", "whole number from 0, got 'cat' on line 2"),
         ("nothere.png\n", r"1 of 1 .*nothere\.png"),
         ("a\0b\n", "got a file that is none of these"),
         ("\xff\xfea\0", "got a file that is none of these"),

@@ -85,9 +85,10 @@ def _refuse_folder(error: OSError) -> None:
 
 
 def read_list(path: Path) -> FileList:
-    """Read a list file: one "path" or "path label" per line, paths relative to the list's folder.
+    """Read a list file, one "path", "path label" or "path,label" per line.
 
-    A line may name one file per input, separated by spaces, as RKNN's dataset.txt does.
+    Paths are relative to the list's folder. A csv's first line without a dot is a header, which is
+    skipped. A line may name one file per input, separated by spaces, as RKNN's dataset.txt does.
 
     UTF-8 with or without a byte order mark, LF or CRLF; empty lines and lines starting with
     ``#`` are skipped; paths may contain spaces. A line that is itself the path of a file has no
@@ -100,6 +101,8 @@ def read_list(path: Path) -> FileList:
     unlabelled_count = 0
     first_unlabelled_line = 0
     for number, line in _iterate_lines(path):
+        if number == 1 and "," in line and "." not in line and not (path.parent / line).is_file():
+            continue  # such as "path,label"
         name, label = _parse_line(path, number, line)
         files.add(name, label)
         if label is None:
@@ -145,14 +148,15 @@ def _not_a_list(path: Path) -> FeedError:
 def _parse_line(list_path: Path, number: int, line: str) -> tuple[str, int | None]:
     """Return (name, label) of a line of a list; the label is None without one.
 
-    A line is "path", "path label", or one path per input, separated by spaces. Paths may contain
-    spaces too, so existing files decide which of these it is.
+    A line is "path", "path label", "path,label", or one path per input, separated by spaces. Paths
+    may contain spaces and commas too, so existing files decide which of these it is.
     """
     folder = list_path.parent
-    name_and_last_word = line.rsplit(None, 1)
-    if len(name_and_last_word) == 1 or os.path.isfile(folder / line):
+    name_and_last_word = re.fullmatch(r"(.*)[\s,]([^\s,]+)", line)
+    if name_and_last_word is None or os.path.isfile(folder / line):
         return line, None
-    name, last_word = name_and_last_word
+    name, last_word = name_and_last_word.groups()
+    name = name.strip(' ,\t"')  # a csv may quote it
     if re.fullmatch(r"\d{1,9}", last_word, re.ASCII):
         return name, int(last_word)
     # the last word is neither a label nor the file of another input
