@@ -447,6 +447,12 @@ def find_schema(op_type: str, opset: int) -> defs.OpSchema | None:
         return None
 
 
+def type_variables(slots: Sequence[defs.OpSchema.FormalParameter], count: int) -> list[str]:
+    """Return the schema's type (variable) of each of `count` tensors; the last slot may repeat."""
+    variables = [slot.type_str for slot in slots]
+    return [variables[min(position, len(variables) - 1)] for position in range(count)]
+
+
 def _check_types(model: onnx.ModelProto) -> None:
     """Check with ONNX the types and shapes of all nodes that do not depend on a custom operator."""
     checked = copy_message(model)

@@ -11,7 +11,7 @@ keep their names; the types are restored by name. AMCT's PyTorch package writes 
 dtype 0 (float32), because it looks the dtype up under a wrong name; 1 is meant.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 
 import numpy as np
 import onnx
@@ -30,7 +30,7 @@ from deploy.graph.edit import (
     update_tensors,
 )
 from deploy.graph.index import Graph, attributes, has_subgraph, iter_reads, names_of, opset_of
-from deploy.graph.lowering import find_schema, is_standard
+from deploy.graph.lowering import find_schema, is_standard, type_variables
 
 _FLOAT32, _FLOAT16 = onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16
 _MAX_FLOAT16 = 65504.0
@@ -216,8 +216,8 @@ class _Float16Writer:
         """
         schema = find_schema(node.op_type, self.opset)
         assert schema is not None
-        input_variables = _type_variables(schema.inputs, len(node.input))
-        output_variables = _type_variables(schema.outputs, len(node.output))
+        input_variables = type_variables(schema.inputs, len(node.input))
+        output_variables = type_variables(schema.outputs, len(node.output))
         inputs = list(zip(input_variables, node.input, strict=True))
         outputs = list(zip(output_variables, node.output, strict=True))
 
@@ -320,12 +320,6 @@ def _constant_to_float16(constant: onnx.TensorProto, name: str) -> onnx.TensorPr
             f" {constant.name!r}; give the model in float32"
         )
     return numpy_helper.from_array(values.astype(np.float16), name)
-
-
-def _type_variables(slots: Sequence[onnx.defs.OpSchema.FormalParameter], count: int) -> list[str]:
-    """Return the schema's type (variable) of each of `count` tensors; the last slot may repeat."""
-    variables = [slot.type_str for slot in slots]
-    return [variables[min(position, len(variables) - 1)] for position in range(count)]
 
 
 def _read_tensors(nodes: Iterable[onnx.NodeProto]) -> set[str]:

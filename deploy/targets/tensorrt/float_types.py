@@ -34,6 +34,7 @@ from deploy.frontends.lift import raise_opset
 from deploy.graph.bounds import find_float16_overflows, float16_overflow, scales_fit_float16
 from deploy.graph.edit import copy_message, infer_types, make_node, rebuild, unique_name
 from deploy.graph.index import FLOAT, ONNX_DOMAINS, Graph, by_name, opset_of
+from deploy.graph.lowering import type_variables
 from deploy.graph.placement import MOVES
 from deploy.targets.tensorrt.trt_options import BF16, FP16, FP32
 
@@ -323,13 +324,8 @@ def _indices_of_compute_type(
         parameters: inputs or outputs of the schema; their type is a variable such as "T".
     """
     compute_type = _schema(node).inputs[_data_position(node)].type_str
-    indices = []
-    for index, name in enumerate(names):
-        # the last parameter of a schema may stand for any number of tensors
-        parameter = parameters[min(index, len(parameters) - 1)]
-        if name and parameter.type_str == compute_type:
-            indices.append(index)
-    return indices
+    variables = type_variables(parameters, len(names))
+    return [index for index, name in enumerate(names) if name and variables[index] == compute_type]
 
 
 def _data_position(node: onnx.NodeProto) -> int:
