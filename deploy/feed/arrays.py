@@ -284,7 +284,10 @@ def _check_array(array: Array, spec: TensorSpec, item_name: str) -> None:
             f" convert it with .astype('{spec.dtype}')"
         )
         if array.dtype == np.uint8:
-            message += "; pixels of 0..255 must be preprocessed first"
+            message += (
+                "; pixels of 0..255 must be preprocessed first: if a loader gives pictures"
+                " [H, W, 3], --preprocess (preprocess= in Python) does so"
+            )
         raise FeedError(message)
 
     # an input [1, 3, 8, 8] takes stacked samples [N, 1, 3, 8, 8], or, if its first dimension is a

@@ -196,7 +196,13 @@ def open_iterable(
     # the last item may hold more samples than the limit allows: only its first ones are used
     used_count = counter.total if limit is None else min(counter.total, limit)
     if not used_count:
-        raise FeedError(f"{name} must give samples, got none")
+        message = f"{name} must give samples, got none"
+        if isinstance(source, Iterator):
+            message += (
+                "; an iterator can be read only once: give a list, or a function that returns a new"
+                " iterator"
+            )
+        raise FeedError(message)
     item_ends = (*counter.item_ends[:-1], used_count)
     # the labels are those of all samples that were read; unused ones are dropped below
     labels, notes = further_values.find_labels(counter.total)
