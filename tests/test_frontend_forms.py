@@ -17,6 +17,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from calib8 import build
 from calibrators.scales import Scale
+from deploy.calibration.trt_cache import parse
 from deploy.errors import ExportError, ModelError
 from deploy.frontends import load, onnx_file
 from deploy.frontends.affine import MovedLayer
@@ -33,6 +34,7 @@ from deploy.runtimes.ort import OrtSession, runs_pairs
 from deploy.targets.ascend.atc import lower_for_cann
 from deploy.targets.ascend.preparation import unfuse_batchnorms
 from deploy.targets.onnxruntime.qdq import write_qdq
+from deploy.targets.tensorrt.cache_match import match_cache
 from deploy.targets.tensorrt.engines import lower_for_tensorrt
 from deploy.tuning.search_options import Tuning
 from tests.models import (
@@ -909,6 +911,40 @@ def test_written_float16_model_keeps_its_tensors():
     assert [n.output for n in read_again.graph.node] == [n.output for n in written.graph.node]
     x = np.random.default_rng(2).normal(size=(2, 8, 12, 12)).astype(np.float16)
     assert np.array_equal(run_net(read_again, x), run_net(written, x))
+
+
+@pytest.mark.parametrize("kind", ["own", "of the user's file"])
+def test_cache_of_float16_model_is_used(kind, tmp_path):
+    """TensorRT's cache of the user's file names its input; that of calib8's file names the cast."""
+    path = save_net(network("whole"), tmp_path / "net.onnx")
+    np.save(tmp_path / "x.npy", np.random.default_rng(1).normal(size=(6, 8, 12, 12)).astype("f2"))
+    common = (
+        "--images",
+        tmp_path / "x.npy",
+        "--target",
+        "tensorrt",
+        "--duration",
+        0,
+        "--effort",
+        0,
+    )
+    run_command("build", path, *common, "--out", tmp_path / "first")
+    cache = tmp_path / "first/net.tensorrt.cache"
+    text = cache.read_text()
+    assert "x_float32: " in text
+    if kind != "own":
+        cache = tmp_path / "user.cache"
+        cache.write_text(text.replace("_float32: ", ": "))
+    trust = ("--cache", cache, "--trust-cache", "--out", tmp_path / "again")
+    run_command("build", path, *common, *trust)
+    reports = [
+        json.loads((tmp_path / folder / "report.json").read_text()) for folder in ("first", "again")
+    ]
+    first_nodes, nodes = (report["targets"][0]["nodes"] for report in reports)
+    assert nodes == first_nodes
+    match = match_cache(parse(cache.read_bytes(), origin="the cache"), load(network("whole")).model)
+    assert match.covered_tensor_count == len(match.tensors)
+    assert {"x_float32"} <= match.scales.keys()
 
 
 def test_casts_inside_if_compute_in_float32():

@@ -164,7 +164,7 @@ def test_infinite_scale_of_cache_stays_infinite(tmp_path):
     path = tmp_path / "foreign.cache"
     scales = {"finite": np.float32(0.5), "infinite": np.float32(np.inf)}
     path.write_bytes(trt_cache.dump(trt_cache.from_scales(scales, version="8.6.1")))
-    ranges = read_foreign_ranges(path, ("finite", "infinite"), frozenset())
+    ranges = read_foreign_ranges(path, ("finite", "infinite"), frozenset(), {})
     assert ranges.symmetric == scales
     assert ranges.scales.keys() == {"finite"}
 

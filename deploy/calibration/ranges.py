@@ -70,7 +70,10 @@ class RangeSet:
 
 
 def read_foreign_ranges(
-    path: Path, tensors: tuple[str, ...], non_negative: frozenset[str]
+    path: Path,
+    tensors: tuple[str, ...],
+    non_negative: frozenset[str],
+    float16_tensors: Mapping[str, str],
 ) -> RangeSet:
     """Return the ranges in a cache that another program wrote, such as TensorRT.
 
@@ -80,14 +83,21 @@ def read_foreign_ranges(
         path: the cache file.
         tensors: tensors of the model that need a range.
         non_negative: tensors that cannot be negative, whose range starts at 0.
+        float16_tensors: input or output of the user's file -> its tensor in float32.
 
     Raises:
         CacheError: the file is not such a cache, or has no usable entry for this model.
     """
     cache = trt_cache.parse(read_cache_file(path), origin=str(path))
     flaws = cache.flaws()  # tensor -> why its scale is unusable, such as "inf"
+    cached_scales = cache.scales()
+    for end, tensor in float16_tensors.items():
+        if end in cached_scales and tensor not in cached_scales:
+            cached_scales[tensor] = cached_scales[end]
+            if end in flaws:
+                flaws[tensor] = flaws[end]
     scales = {}
-    for name, cached_scale in cache.scales().items():
+    for name, cached_scale in cached_scales.items():
         if name not in flaws:
             amax = float(cached_scale) * 127
             low = 0.0 if name in non_negative else -amax

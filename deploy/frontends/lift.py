@@ -65,6 +65,7 @@ from deploy.graph.edit import (
 )
 from deploy.graph.index import (
     FLOAT,
+    FLOAT16,
     Graph,
     Nodes,
     Shape,
@@ -309,7 +310,6 @@ def _is_single_sample(shape: Shape | None) -> bool:
     return shape is not None and len(shape) > 2 and (shape[0] == 1 or not isinstance(shape[0], int))
 
 
-_HALF = 10  # onnx.TensorProto.FLOAT16
 _TYPE_ATTRIBUTES = {"to", "dtype"}  # they hold an element type
 # doc_string of the casts to float16 outputs, for readers of the written files
 _OUTPUT_CAST_MARK = "float16 end"
@@ -327,7 +327,7 @@ def widen_to_float32(model: onnx.ModelProto) -> str:
     graph = model.graph
     half_ends = list(filter(_is_half, (*graph.input, *graph.output)))
     half_attributes = list(_half_type_attributes(graph))
-    half_tensors = [tensor for tensor in all_tensors(graph) if tensor.data_type == _HALF]
+    half_tensors = [tensor for tensor in all_tensors(graph) if tensor.data_type == FLOAT16]
     if not (half_ends or half_attributes or half_tensors):
         return ""
 
@@ -369,7 +369,7 @@ def _half_type_attributes(graph: onnx.GraphProto) -> Iterator[onnx.AttributeProt
     """Yield the attributes that say float16, such as that of a Cast, in subgraphs too."""
     for node in all_nodes(graph):
         for attribute in node.attribute:
-            if attribute.name in _TYPE_ATTRIBUTES and attribute.i == _HALF:
+            if attribute.name in _TYPE_ATTRIBUTES and attribute.i == FLOAT16:
                 yield attribute
 
 
@@ -428,7 +428,9 @@ def _insert_casts(graph: onnx.GraphProto) -> None:
         for name in inputs
     ]
     output_casts = [
-        make_node("Cast", [float32_names[name]], name, name, doc_string=_OUTPUT_CAST_MARK, to=_HALF)
+        make_node(
+            "Cast", [float32_names[name]], name, name, doc_string=_OUTPUT_CAST_MARK, to=FLOAT16
+        )
         for name in outputs
     ]
     rename_tensors(nodes, float32_names)
@@ -437,7 +439,7 @@ def _insert_casts(graph: onnx.GraphProto) -> None:
 
 def _is_half(value: onnx.ValueInfoProto) -> bool:
     """Whether a value is a float16 tensor."""
-    return bool(value.type.tensor_type.elem_type == _HALF)
+    return bool(value.type.tensor_type.elem_type == FLOAT16)
 
 
 _DEQUANTIZE = "DequantizeLinear"

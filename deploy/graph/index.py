@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 
 FLOAT = 1  # onnx.TensorProto.FLOAT
+FLOAT16 = 10  # onnx.TensorProto.FLOAT16
 _BODIES = (5, 10)  # onnx.AttributeProto.GRAPH and GRAPHS
 # operators whose further inputs are weights, shapes or limits
 _ONE_DATA_INPUT = frozenset(
@@ -82,6 +83,22 @@ def other_inputs(node: onnx.NodeProto, tensor: str) -> list[str]:
 def names_of(items: Iterable[Any]) -> set[str]:
     """Return the names of tensors, values or nodes."""
     return {item.name for item in items}
+
+
+def float16_ends(model: onnx.ModelProto) -> dict[str, str]:
+    """Return the float32 tensor of each float16 input and output of a cleaned model.
+
+    The user's file has no such tensor: a cache made from it has the scale of the input or output.
+    """
+    ends = (*model.graph.input, *model.graph.output)
+    names = {value.name for value in ends if value.type.tensor_type.elem_type == FLOAT16}
+    tensors = {}
+    for node in model.graph.node:
+        if node.op_type == "Cast" and node.input[0] in names:
+            tensors[node.input[0]] = node.output[0]
+        elif node.op_type == "Cast" and node.output[0] in names:
+            tensors[node.output[0]] = node.input[0]
+    return tensors
 
 
 def by_name(items: Iterable[Any]) -> dict[str, Any]:

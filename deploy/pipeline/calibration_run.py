@@ -67,6 +67,7 @@ from deploy.feed.samples import Feed
 from deploy.files.guard import refuse_unwritable
 from deploy.files.staging import Stage
 from deploy.frontends import LoadedModel
+from deploy.graph.index import float16_ends
 from deploy.graph.plan import never_negative
 from deploy.machine import trim_memory
 from deploy.pipeline.build_options import CalibrationOptions
@@ -411,7 +412,9 @@ def use_trusted_cache(run: CalibrationRun) -> CalibrationResult:
                 " with this method makes nothing; leave --trust-cache out for it"
             )
     tensors = tuple(observation.tensor for observation in run.observations)
-    cached_ranges = read_foreign_ranges(path, tensors, never_negative(subject.model))
+    cached_ranges = read_foreign_ranges(
+        path, tensors, never_negative(subject.model), float16_ends(subject.model)
+    )
     no_statistics = ObservedStatistics({})
     ranges = Ranges(no_statistics, subject.method, subject.range_limits, trusted=cached_ranges)
     reason = f"{path} is trusted as it is, without a fingerprint"

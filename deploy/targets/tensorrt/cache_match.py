@@ -17,7 +17,7 @@ import numpy as np
 import onnx
 
 from deploy.calibration.trt_cache import CalibrationCache
-from deploy.graph.index import names_of
+from deploy.graph.index import float16_ends, names_of
 from deploy.graph.placement import TENSORRT, Placement
 from deploy.graph.plan import FloatNodes, ModelAnalysis, Plan, analyse
 from deploy.targets.tensorrt.cache_contents import CacheTensor, cache_tensors
@@ -123,6 +123,9 @@ def match_cache(
     tensor_by_name |= {entry.tensor: entry.tensor for entry in expected_entries}
 
     scale_by_entry = cache.scales()
+    for name, tensor in float16_ends(model).items():
+        if tensor not in scale_by_entry:  # TensorRT read the user's file, which has no such cast
+            tensor_by_name.setdefault(name, tensor)
     flaw_by_entry = cache.flaws()  # name -> "zero", "inf", "NaN" or "negative", of its scale
     scale_by_tensor = {}
     flaw_by_tensor = {}
