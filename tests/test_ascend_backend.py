@@ -372,6 +372,12 @@ def test_build_writes_every_file(small_cnn, data, tmp_path):
     assert any("run on 2 samples" in note for note in notes)
 
 
+def test_build_without_int8_layer_is_refused(small_cnn, tmp_path):
+    options = {"targets": [Ascend()], "duration_s": 0, "effort": 0, "out": tmp_path}
+    with pytest.raises(ConfigError, match=r"--keep-float.*float model with atc"):
+        build(small_cnn, DATA, **options, float_nodes=["op:*"])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("effort", [0, 1])
 def test_layer_beyond_the_hardware_stays_float(tmp_path, data, run, effort):

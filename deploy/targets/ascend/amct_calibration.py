@@ -174,7 +174,10 @@ class RecordPlan:
 
     def __post_init__(self) -> None:
         if not self._settings_by_layer:
-            raise ConfigError("a configuration must leave a layer to quantize, got none enabled")
+            raise ConfigError(
+                "an Ascend build must leave a layer in int8, got none that --keep-float and"
+                " --ascend-config leave; build the float model with atc"
+            )
         refuse_padless_deconvs(self.model, self.layers, self.config)
         batch_count = -(-self.samples // self.samples_per_batch)  # AMCT's batches in the samples
         if batch_count < self.config.batch_num:

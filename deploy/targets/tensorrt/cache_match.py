@@ -123,9 +123,9 @@ def match_cache(
     tensor_by_name |= {entry.tensor: entry.tensor for entry in expected_entries}
 
     scale_by_entry = cache.scales()
-    for name, tensor in float16_ends(model).items():
-        if tensor not in scale_by_entry:  # TensorRT read the user's file, which has no such cast
-            tensor_by_name.setdefault(name, tensor)
+    for name, float32_tensor in float16_ends(model).items():
+        if float32_tensor not in scale_by_entry:  # TensorRT read the user's file, without this cast
+            tensor_by_name.setdefault(name, float32_tensor)
     flaw_by_entry = cache.flaws()  # name -> "zero", "inf", "NaN" or "negative", of its scale
     scale_by_tensor = {}
     flaw_by_tensor = {}
