@@ -92,10 +92,8 @@ def read_foreign_ranges(
     flaws = cache.flaws()  # tensor -> why its scale is unusable, such as "inf"
     cached_scales = cache.scales()
     for end, tensor in float16_tensors.items():
-        if end in cached_scales and tensor not in cached_scales:
-            cached_scales[tensor] = cached_scales[end]
-            if end in flaws:
-                flaws[tensor] = flaws[end]
+        if end in cached_scales and end not in flaws:
+            cached_scales.setdefault(tensor, cached_scales[end])
     scales = {}
     for name, cached_scale in cached_scales.items():
         if name not in flaws:

@@ -90,15 +90,11 @@ def float16_ends(model: onnx.ModelProto) -> dict[str, str]:
 
     The user's file has no such tensor: a cache made from it has the scale of the input or output.
     """
-    ends = (*model.graph.input, *model.graph.output)
-    names = {value.name for value in ends if value.type.tensor_type.elem_type == FLOAT16}
-    tensors = {}
-    for node in model.graph.node:
-        if node.op_type == "Cast" and node.input[0] in names:
-            tensors[node.input[0]] = node.output[0]
-        elif node.op_type == "Cast" and node.output[0] in names:
-            tensors[node.output[0]] = node.input[0]
-    return tensors
+    values = (*model.graph.input, *model.graph.output)
+    ends = names_of(value for value in values if value.type.tensor_type.elem_type == FLOAT16)
+    casts = [node for node in model.graph.node if node.op_type == "Cast"]
+    tensors = {node.input[0]: node.output[0] for node in casts if node.input[0] in ends}
+    return tensors | {node.output[0]: node.input[0] for node in casts if node.output[0] in ends}
 
 
 def by_name(items: Iterable[Any]) -> dict[str, Any]:
