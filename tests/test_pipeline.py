@@ -18,7 +18,7 @@ from deploy.calibration.ranges import read_foreign_ranges
 from deploy.calibration.reference_outputs import make_evaluation_set
 from deploy.calibration.reuse import CachePolicy
 from deploy.calibration.store import load_calibration, sidecars
-from deploy.errors import CacheError, ConfigError
+from deploy.errors import CacheError, ConfigError, ModelError
 from deploy.feed.preprocess import Preprocess
 from deploy.method import Method
 from deploy.metrics.output_form import derive_from_first
@@ -157,6 +157,11 @@ def test_method_without_effect_is_refused(observe_small, tmp_path):
         merge("m.onnx", ["a.shard"], cache=policy)
     with pytest.raises(ConfigError, match="--refresh"):
         replace(policy, refresh=True)
+
+
+def test_all_nodes_kept_in_float_are_refused(small_cnn, pictures, tmp_path):
+    with pytest.raises(ModelError, match="--keep-float"):
+        build(small_cnn, pictures, out=tmp_path, float_nodes=["op:*"])
 
 
 def test_infinite_scale_of_cache_stays_infinite(tmp_path):

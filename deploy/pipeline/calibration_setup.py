@@ -264,10 +264,12 @@ def calibrate_loaded(
     observations_by_target, target_failures = _collect_observations(targets, subject)
     observations = unique_observations(observations_by_target)
     if not observations:
+        remedy = "`calib8 inspect` says why"
+        if subject.float_nodes:
+            remedy = "leave --keep-float out, or keep fewer nodes in float"
         raise ModelError(
             "at least one node of the model must be able to run in int8, got none in"
-            f" {loaded.name} (only the main graph counts, not If and Loop bodies);"
-            " `calib8 inspect` says why"
+            f" {loaded.name} (only the main graph counts, not If and Loop bodies); {remedy}"
         )
     if options.method is not None and all(target.own_method for target in targets):
         raise ConfigError(
