@@ -284,10 +284,7 @@ def _check_array(array: Array, spec: TensorSpec, item_name: str) -> None:
             f" convert it with .astype('{spec.dtype}')"
         )
         if array.dtype == np.uint8:
-            message += (
-                "; pixels of 0..255 must be preprocessed first: if a loader gives pictures"
-                " [H, W, 3], --preprocess (preprocess= in Python) does so"
-            )
+            message += "; pixels of 0..255 must be preprocessed first"
         raise FeedError(message)
 
     # an input [1, 3, 8, 8] takes stacked samples [N, 1, 3, 8, 8], or, if its first dimension is a

@@ -152,20 +152,20 @@ def _parse_line(list_path: Path, number: int, line: str) -> tuple[str, int | Non
     may contain spaces and commas too, so existing files decide which of these it is.
     """
     folder = list_path.parent
-    name_and_last_word = re.fullmatch(r"(.*)[\s,]([^\s,]+)", line)
-    if name_and_last_word is None or os.path.isfile(folder / line):
+    if os.path.isfile(folder / line):
         return line, None
-    name, last_word = name_and_last_word.groups()
-    name = name.strip(' ,\t"')  # a csv may quote it
-    if re.fullmatch(r"\d{1,9}", last_word, re.ASCII):
-        return name, int(last_word)
-    # the last word is neither a label nor the file of another input
-    if os.path.isfile(folder / name) and not os.path.isfile(folder / last_word):
-        raise FeedError(
-            f"a label must be a whole number from 0, got {last_word!r} on line {number} of"
-            f" {printable_name(list_path)}; number the classes in the order of the model's"
-            " outputs"
-        )
+    for separator in (",", None):  # None stands for white space
+        name, last_word = ["", *line.rsplit(separator, 1)][-2:]
+        if separator:  # a csv may quote the path
+            name, last_word = name.strip(' "'), last_word.strip()
+        if name and re.fullmatch(r"\d{1,9}", last_word, re.ASCII):
+            return name, int(last_word)
+        if os.path.isfile(folder / name) and not os.path.isfile(folder / last_word):
+            raise FeedError(
+                f"a label must be a whole number from 0, got {last_word!r} on line {number} of"
+                f" {printable_name(list_path)}; number the classes in the order of the model's"
+                " outputs"
+            )
     return line, None  # one path per input, or a single file that is missing
 
 
