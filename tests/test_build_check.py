@@ -249,6 +249,9 @@ def test_engine_alone_needs_its_float_model(shipped, pictures, small_cnn):
     engine = shipped / "small_cnn.int8.onnx"
     with pytest.raises(ConfigError, match="--against"):
         check(engine, pictures)
+    for name in ("small_cnn_deploy_model.onnx", "small_cnn_fake_quant_model.onnx"):
+        with pytest.raises(ConfigError, match="folder of the build"):
+            check(shipped / name, pictures, against=small_cnn)
     row = check(engine, pictures, against=small_cnn, preprocess=PREPROCESS).engine("int8")
     built = calib8.report(shipped).engine("onnxruntime")
     assert sqnr_db(row) == pytest.approx(sqnr_db(built), abs=1e-3)

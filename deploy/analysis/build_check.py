@@ -437,7 +437,7 @@ def _read_engine(
     if not any(decision.quantized for decision in decisions):
         raise ConfigError(
             f"an int8 engine is checked, got {path} without QuantizeLinear and integer operators;"
-            " name the int8 file"
+            " name the int8 file, or the folder of the build if the file is for Ascend"
         )
     result = BuildResult(
         target=target.name,
