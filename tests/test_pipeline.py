@@ -164,13 +164,19 @@ def test_all_nodes_kept_in_float_are_refused(small_cnn, pictures, tmp_path):
         build(small_cnn, pictures, out=tmp_path, float_nodes=["op:*"])
 
 
-def test_infinite_scale_of_cache_stays_infinite(tmp_path):
-    """TensorRT writes `inf` for a tensor that overflowed; a cache made from that one must, too."""
+@pytest.mark.parametrize("entry", ["infinite", "x"])
+def test_infinite_scale_of_cache_stays_infinite(entry, tmp_path):
+    """TensorRT writes `inf` for a tensor that overflowed; a cache made from that one must, too.
+
+    The entry of a float16 input "x" is that of its cast.
+    """
     path = tmp_path / "foreign.cache"
-    scales = {"finite": np.float32(0.5), "infinite": np.float32(np.inf)}
+    scales = {"finite": np.float32(0.5), entry: np.float32(np.inf)}
     path.write_bytes(trt_cache.dump(trt_cache.from_scales(scales, version="8.6.1")))
-    ranges = read_foreign_ranges(path, ("finite", "infinite"), frozenset(), {})
-    assert ranges.symmetric == scales
+    tensors = ("finite", "infinite")
+    ranges = read_foreign_ranges(path, tensors, frozenset(), {"x": "infinite"})
+    assert ranges.symmetric == {"finite": np.float32(0.5), "infinite": np.float32(np.inf)}
+    assert "has a inf scale" in ranges.unusable["infinite"].text
     assert ranges.scales.keys() == {"finite"}
 
 

@@ -118,8 +118,10 @@ def read_foreign_ranges(
         if name not in scales:
             unusable[name] = NoScaleReason(f"has no entry in {path.name}")
     for name, flaw in flaws.items():  # these have an entry: their reason is replaced
-        text = f"has a {flaw} scale in {path.name}"
-        unusable[name] = NoScaleReason(text, is_infinite=flaw == "inf")
+        tensor = float16_tensors.get(name, name)
+        if tensor not in scales:
+            text = f"has a {flaw} scale in {path.name}"
+            unusable[tensor] = NoScaleReason(text, is_infinite=flaw == "inf")
     return RangeSet(scales=scales, unusable=unusable)
 
 
