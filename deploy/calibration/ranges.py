@@ -113,10 +113,8 @@ def read_foreign_ranges(
             f" the {len(tensors)} wanted (such as {', '.join(tensors[:2])}); it is another model's"
         )
 
-    unusable = {}
-    for name in tensors:
-        if name not in scales:
-            unusable[name] = NoScaleReason(f"has no entry in {path.name}")
+    absent = NoScaleReason(f"has no entry in {path.name}")
+    unusable = {name: absent for name in tensors if name not in scales}
     for name, flaw in flaws.items():  # these have an entry: their reason is replaced
         tensor = float16_tensors.get(name, name)
         if tensor not in scales:

@@ -181,8 +181,8 @@ def build(
 def end_with_verdicts(report: Report, json_path: Path | None, *, accept: bool = False) -> None:
     """Write the JSON, and end with code 1 if a target failed, or 3 if an engine is unusable.
 
-    `accept`: end with 0 even if an engine is unusable. Without text on stdout, failures and
-    verdicts that are not good are printed on stderr.
+    `accept`: end with 0 even if an engine is unusable. Without text on stdout, failures, verdicts
+    that are not good, and warnings are printed on stderr.
     """
     from deploy.report import to_json
     from deploy.report.screen import serious_findings
