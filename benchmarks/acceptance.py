@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import peers
-from cases import cases
+from cases import Case, cases
 from fetch_models import FetchError
-from model_feeds import Sample
-from task_scores import cosine_to_float, worst_part_db
+from model_feeds import Sample, lines
+from task_scores import cosine_to_float, exact_match, worst_part_db
 from trial import Trial, table
 
 from deploy.errors import Calib8Error
@@ -38,9 +38,17 @@ class Demand:
     target: str = "onnxruntime"
 
 
+def _case(name: str) -> Case:
+    """A case, judged on enough inputs to tell a loss of half a point from chance."""
+    case = cases()[name]
+    if name == "ppocr-v4-rec":  # two lines of its 100 are chance: 0.87 to 0.89 at 28 to 45 dB
+        return replace(case, evaluation=lines(600, 41), score=exact_match(41, 600))
+    return case
+
+
 def _task(name: str) -> Figure:
     """The case's own task figure."""
-    case = cases()[name]
+    case = _case(name)
 
     def figure(own: list[Sample], reference: list[Sample], folder: Path) -> float:
         assert case.score is not None
@@ -59,7 +67,7 @@ def _worst_output(own: list[Sample], reference: list[Sample], _: Path) -> float:
 
 def demands() -> list[Demand]:
     """Every line, those of one model and target together."""
-    boxes, recognised = _task("yolov8n-nudenet"), "exact match of 100 lines"
+    boxes, recognised = _task("yolov8n-nudenet"), "exact match of 600 lines"
     yolo, what = "yolov8n-nudenet", "boxes of FP32 kept"
     layout, cls = "layout-cdla", "ppocr-v2-cls"
     det, rec, lite = "ppocr-v4-det", "ppocr-v4-rec", "efficientnet-lite0"
@@ -74,7 +82,7 @@ def demands() -> list[Demand]:
         Demand(case=cls, what="speed-up", least=1.0),
         Demand(case=det, what="IoU with FP32", least=0.97, figure=_task(det)),
         Demand(case=det, what="speed-up", least=1.4),
-        Demand(case=rec, what=recognised, least=0.88, figure=_task(rec)),
+        Demand(case=rec, what=recognised, least=0.912, figure=_task(rec)),
         Demand(case=rec, what="speed-up", least=1.4),
         Demand(case=lite, what="cosine, mean", least=0.997, figure=_cosine(worst=False)),
         Demand(case=lite, what="cosine, worst image", least=0.990, figure=_cosine(worst=True)),
@@ -142,7 +150,7 @@ def accepted(
         mine = [d for d in every if d.case == name]
         first_row = len(rows)
         try:
-            trial = Trial(name=name, case=cases()[name], folder=folder, threads=threads)
+            trial = Trial(name=name, case=_case(name), folder=folder, threads=threads)
         except (Calib8Error, FetchError, OSError, ImportError) as error:
             rows += _missed(mine, f"left out: {error}")
             continue
