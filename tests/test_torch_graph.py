@@ -707,6 +707,23 @@ def test_functional_convolutions_fold_too():
     assert torch.allclose(folded(x), model(x), atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "change", [lambda y: y.clamp_(0, 1), lambda y: F.relu(y, inplace=True), nn.ReLU(inplace=True)]
+)
+def test_unread_change_in_place_stays(change):
+    def change_and_go_on(self, x):
+        y = self.bn(self.conv(x))
+        self.change(y)
+        return 2 * y
+
+    change_module = change if isinstance(change, nn.Module) else module(lambda _, y: change(y))
+    parts = {"conv": nn.Conv2d(3, 4, 3), "bn": nn.BatchNorm2d(4), "change": change_module}
+    model = with_statistics(module(change_and_go_on, **parts))
+    folded, _ = fold_batch_norms(model)
+    x = torch.randn(2, 3, 8, 8)
+    assert torch.allclose(folded(x), model(x), atol=1e-5)
+
+
 def test_functional_layer_with_computed_padding_stays():
     def pad_by_size(self, x):
         return F.conv2d(x, self.weight, padding=x.shape[-1] // 8)

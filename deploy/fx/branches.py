@@ -21,6 +21,7 @@ from deploy.fx.operations import (
     bias_of,
     called_module,
     called_once,
+    drop_unread_nodes,
     is_op,
     replace_layer,
     replace_node,
@@ -40,7 +41,7 @@ def merge_branches(graph_module: fx.GraphModule) -> list[tuple[str, str]]:
         names = _merge(graph_module, node)
         if names is not None:
             merged_names.append(names)
-    graph_module.graph.eliminate_dead_code()
+    drop_unread_nodes(graph_module)
     return merged_names
 
 

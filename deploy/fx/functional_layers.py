@@ -18,7 +18,13 @@ from deploy.fx.norms import (
     ChannelNorm,
     batch_norm_arguments,
 )
-from deploy.fx.operations import arguments_by_name, is_attribute, refresh, replace_node
+from deploy.fx.operations import (
+    arguments_by_name,
+    drop_unread_nodes,
+    is_attribute,
+    refresh,
+    replace_node,
+)
 from deploy.fx.plain_copy import tensor_of
 
 # function -> (module, suffix of its name)
@@ -46,7 +52,7 @@ def functions_to_modules(graph_module: fx.GraphModule) -> None:
             rewriter.replace_layer(node)
         elif (norm_options := batch_norm_arguments(node)) is not None:
             rewriter.replace_norm(node, norm_options)
-    graph_module.graph.eliminate_dead_code()
+    drop_unread_nodes(graph_module)
     rewriter.delete_moved_tensors()
     refresh(graph_module)
 

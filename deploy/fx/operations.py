@@ -178,6 +178,24 @@ def _check_replaceable(node: fx.Node, name: str) -> None:
         raise ModelError(f"in-place {name} at {node.name} changes {source.name}, used elsewhere")
 
 
+def drop_unread_nodes(graph_module: fx.GraphModule) -> None:
+    """Remove the nodes whose result nothing reads, but for those that change a tensor in place."""
+
+    def is_kept(node: fx.Node) -> bool:
+        return node.is_impure() or _changes_input(graph_module, node)
+
+    graph_module.graph.eliminate_dead_code(is_kept)
+
+
+def _changes_input(graph_module: fx.GraphModule, node: fx.Node) -> bool:
+    """Return whether a call changes its input: `x.clamp_(0, 6)`, `F.relu(x, inplace=True)`."""
+    if node.op == "call_module":
+        return bool(getattr(called_module(graph_module, node), "inplace", False))
+    name = str(getattr(node.target, "__name__", node.target))
+    is_in_place_name = name.endswith("_") and not name.endswith("__")
+    return is_call(node) and (is_in_place_name or bool(node.kwargs.get("inplace")))
+
+
 def delete_unused_modules(graph_module: fx.GraphModule) -> None:
     """Delete the modules that no node of an edited graph reads any more, and `refresh` it."""
     graph_module.delete_all_unused_submodules()
