@@ -109,6 +109,19 @@ def test_equal_outputs_are_exact():
     assert accuracy.top1_reference == 1 and accuracy.top1_candidate == 1
 
 
+def test_rows_that_fill_up_the_last_batch_are_not_compared():
+    other_rows = np.arange(8).reshape(-1, 1) >= 6
+
+    def differs_at_the_end(x):
+        return x + other_rows[len(other_rows) - len(x) :] if x is last_batch else x
+
+    first_batch, last_batch = X[:4], X[4:8]
+    samples = [{"x": first_batch}, {"x": last_batch}]
+    figures = compare(SAME, Scored(differs_at_the_end), samples, count=6)
+    assert figures.samples == 6
+    assert figures.outputs[0].max_abs_error == 0
+
+
 def test_labels_of_an_unset_task_read_the_indices_of_topk():
     scores = np.random.default_rng(3).normal(size=(8, 1, 6))
     places = np.argsort(-scores, axis=-1)[..., :3]

@@ -537,6 +537,16 @@ def test_dla_pairs_have_the_cache_scales(tmp_path):
             {"y": {"pads": [1, 1, 0, 0]}},
             "DLA runs a ConvTranspose without groups, dilations and pads only",
         ),
+        (
+            "ConvTranspose a t -> y",
+            {"y": {"group": 2}},
+            "DLA runs a ConvTranspose without groups, dilations and pads only",
+        ),
+        (
+            "ConvTranspose a t -> y",
+            {"y": {"dilations": [2, 1]}},
+            "DLA runs a ConvTranspose without groups, dilations and pads only",
+        ),
         ("Tanh a -> h | Mul h two -> y", {}, ""),
         ("Max a x -> y", {}, ""),
         ("ConvTranspose a t -> y", {}, ""),
