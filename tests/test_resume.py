@@ -303,7 +303,7 @@ def test_unstorable_statistics_are_named_when_interrupted(
 @pytest.mark.slow
 def test_killed_build_continues_from_checkpoint(run, run_until_killed, small_cnn, folder, tmp_path):
     out, whole_folder = tmp_path / "out", tmp_path / "whole"
-    quick = ("--effort", 0, "--duration", 0, "-q")
+    quick = ("--effort", 0, "--duration", 0)
     arguments = ("build", small_cnn, "--images", folder, *quick, "--out")
     assert run(*arguments, whole_folder)[0] == 0
     run_until_killed(5, *arguments, out)
@@ -753,6 +753,8 @@ BROKEN_SHARDS = {
     "no json": changed_members(lambda members: members.update({"shard.json": b"[" * 100_000})),
     "peaks of others": changed_document(lambda d: d["peaks"][0][3].append([1.0, 99])),
     "other peaks": changed_document(lambda d: d["peaks"].append([{}, [], "x"])),
+    "digest of no hex": changed_document(lambda d: d["digests"].__setitem__(0, "z" * 64)),
+    "short digest": changed_document(lambda d: d["digests"].__setitem__(0, "ab")),
     "no kind": changed_document(lambda d: d["made_from"]["made_from"]["images"].pop("kind")),
 }
 

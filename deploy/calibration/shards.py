@@ -25,7 +25,7 @@ import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import msgspec
 
@@ -59,6 +59,7 @@ from deploy.frontends import LoadedModel
 SCHEMA = "calib8-shard/1"
 _KIND = "a shard of a calibration, as calib8 calibrate --shard writes it"
 _DOCUMENT, _STATISTICS = "shard.json", "statistics.npz"
+_Sha256 = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 _MAX_LISTED = 9  # missing shards that a message lists
 
 
@@ -191,7 +192,7 @@ def _convert_shard(document: dict[str, Any], path: Path, packed: bytes) -> Shard
     shard = Shard(
         share=msgspec.convert(document["share"], Share),
         made_from=Fingerprint.from_json(document["made_from"]),
-        digests=msgspec.convert(document["digests"], tuple[str, ...]),
+        digests=msgspec.convert(document["digests"], tuple[_Sha256, ...]),
         skipped=msgspec.convert(document["skipped"], dict[int, str], str_keys=True),
         peaks=msgspec.convert(document["peaks"], list[PeakRow]),
         keys=msgspec.convert(document["observations"], tuple[Key, ...]),
