@@ -155,11 +155,11 @@ class VariantRunner:
         sample: Sample,
         on_outputs: OutputCallback | None,
     ) -> list[Waiting]:
-        """Run one sample; record those of its statistics that may be recorded in any order.
+        """Run one sample; record its values in the statistics that do not depend on the order.
 
         Args:
             session: the session of the tap, with the output buffers of this thread.
-            recorders: this variant's recorders of these statistics; no other thread uses them now.
+            recorders: this variant's recorders of those statistics; no other thread uses them now.
             peaks: receives the largest |x| of each tensor.
             sample_number: counted from 1.
             sample: input -> array.
@@ -167,7 +167,7 @@ class VariantRunner:
                 possibly observed tensors), if this variant is the cleaned model itself.
 
         Returns:
-            The values for the other statistics, to be recorded in the order of the samples.
+            The values of order-dependent statistics, for the caller to record in sample order.
         """
         try:
             outputs = session.run(sample)

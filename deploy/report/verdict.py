@@ -262,8 +262,9 @@ def _find_causes_and_losses(
 ) -> tuple[list[_Finding], list[_Finding]]:
     """Return (causes, losses): what puts the float model in question, and what int8 loses.
 
-    Each is a list of (level, reason); causes are doubts on the model's inputs, and on its outputs.
-    The arguments are those of `verdict`; `doubts` are sentences on the calibration data.
+    Each is a list of (level, reason). A cause doubts the inputs that the float model got, or says
+    that its outputs can be of no use. The arguments are those of `verdict`; `doubts` are sentences
+    on the calibration data.
     """
     causes: list[_Finding] = []
     losses: list[_Finding] = []
@@ -275,11 +276,12 @@ def _find_causes_and_losses(
         # what looks like a cause may come from the random numbers, so it counts as a loss
         losses = [*causes, *losses]
         causes = []
-        # good figures count, since random numbers can only make them worse, and so do figures by
-        # labels. All others prove nothing: one finding, that the model is random, replaces them
+        # Good figures are believed: random numbers can only make them worse. Figures by labels are
+        # believed too. Any others prove nothing, so one sentence on the random numbers replaces
+        # them.
         is_good = bool(losses) and all(level == GOOD for level, _ in losses)
-        has_labels = accuracy is not None and accuracy.top1_reference is not None
-        if not is_good and not has_labels:
+        was_labelled = accuracy is not None and accuracy.top1_reference is not None
+        if not is_good and not was_labelled:
             losses = [(DOUBTFUL, _RANDOM)]
 
     if not _is_mostly_right(accuracy):  # a model that is right has the right inputs
