@@ -87,8 +87,9 @@ def _refuse_folder(error: OSError) -> None:
 def read_list(path: Path) -> FileList:
     """Read a list file, one "path", "path label" or "path,label" per line.
 
-    Paths are relative to the list's folder. A csv's first line without a dot is a header, which is
-    skipped. A line may name one file per input, separated by spaces, as RKNN's dataset.txt does.
+    Paths are relative to the list's folder. A csv's first line without a dot or label is a header,
+    which is skipped. A line may name one file per input, separated by spaces, as RKNN's dataset.txt
+    does.
 
     UTF-8 with or without a byte order mark, LF or CRLF; empty lines and lines starting with
     ``#`` are skipped; paths may contain spaces. A line that is itself the path of a file has no
@@ -101,9 +102,11 @@ def read_list(path: Path) -> FileList:
     unlabelled_count = 0
     first_unlabelled_line = 0
     for number, line in _iterate_lines(path):
-        if number == 1 and "," in line and "." not in line and not (path.parent / line).is_file():
-            continue  # such as "path,label"
         name, label = _parse_line(path, number, line)
+        is_first_of_csv = number == 1 and path.suffix.lower() == ".csv"
+        may_be_header = is_first_of_csv and label is None and "," in line and "." not in line
+        if may_be_header and not os.path.isfile(path.parent / line):
+            continue  # such as "path,label"
         files.add(name, label)
         if label is None:
             unlabelled_count += 1
