@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import cv2
@@ -24,6 +25,7 @@ from deploy.errors import ConfigError, FeedError
 from deploy.feed import sample_reader, sampling
 from deploy.feed.feed import open_feed
 from deploy.feed.file_list import SampleChangedError
+from deploy.feed.images import read_list
 from deploy.feed.parallel import SampleStream, prefetch
 from deploy.feed.paths import RawFiles
 from deploy.feed.preprocess import Preprocess, find_preset
@@ -131,6 +133,19 @@ def test_csv_lists_images_with_labels(photos):
     shutil.copy(photos / "b.png", photos / "b,1")  # a line that is a file as a whole has no label
     (photos / "list.csv").write_text("b,1\n")
     assert open_feed(photos / "list.csv", [IMAGE]).names == ("b,1",)
+
+
+def test_first_line_with_a_label_or_of_a_plain_list_is_no_header(photos):
+    (photos / "u,v").mkdir()
+    for name in ("p", "q"):
+        shutil.copy(photos / "b.png", photos / "u,v" / name)
+    for file_name, separator in (("list.txt", " "), ("list.csv", ",")):
+        (photos / file_name).write_text(f"u,v/p{separator}3\nu,v/q{separator}4\n")
+        feed = open_feed(photos / file_name, [IMAGE])
+        assert (feed.names, feed.labels) == (("u,v/p", "u,v/q"), (3, 4))
+    for file_name, count in (("list.txt", 1), ("list.csv", 0)):
+        (photos / file_name).write_text("a," + "b" * 5000 + "\nb.png\n")  # no name of a file
+        assert len(read_list(photos / file_name)) == count + 1
 
 
 def test_single_image_is_a_feed(photos):
@@ -480,6 +495,13 @@ def test_second_reading_of_generator_is_explained():
     open_feed(samples, [IMAGE])
     with pytest.raises(FeedError, match="got none; an iterator can be read only once"):
         open_feed(samples, [IMAGE])
+
+
+@pytest.mark.parametrize("preprocess", [None, Preprocess()])
+@pytest.mark.parametrize("source", [[], lambda: iter([]), SimpleNamespace(get_next=lambda: None)])
+def test_empty_source_that_is_no_iterator_gets_no_other_advice(source, preprocess):
+    with pytest.raises(FeedError, match=r"must give samples, got none$"):
+        open_feed(source, [IMAGE], preprocess=preprocess)
 
 
 class Indexed:

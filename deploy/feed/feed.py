@@ -13,8 +13,9 @@ for them, and slow decoding leaves no core idle.
 """
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -335,11 +336,18 @@ class _SourceOpener:
         """
         items, has_end = iterate_items(source)
         limit = self.choice.required_samples
+        remedy = ""
+        if isinstance(source, Iterator):  # the user's own: it may have been read before
+            remedy = (
+                "; an iterator can be read only once: give a list, or a function that returns a new"
+                " iterator"
+            )
+        open_items = partial(open_iterable, has_end=has_end, limit=limit, remedy=remedy)
         if self.dataset.preprocess is None:
-            return self._create_feed(open_iterable(items, self.specs, has_end=has_end, limit=limit))
+            return self._create_feed(open_items(items, self.specs))
         preprocessing = self._resolve_preprocess()
         inputs = preprocess_items(items, preprocessing.preprocess, self.specs[0].dtype)
-        arrays = open_iterable(inputs, self.specs, has_end=has_end, limit=limit)
+        arrays = open_items(inputs, self.specs)
         return self._create_feed(arrays, preprocessing, kind="pictures in memory")
 
     def _open_arrays(self, files: SourceFiles, specs: Specs, *, skip_bad: bool) -> ArraySource:

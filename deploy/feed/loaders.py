@@ -158,6 +158,7 @@ def open_iterable(
     name: str = "the iterable",
     has_end: bool,
     limit: int | None,
+    remedy: str = "",
 ) -> ArraySource:
     """Open an iterable of items with one or more samples each.
 
@@ -173,6 +174,7 @@ def open_iterable(
         has_end: whether it is known to end, as an object with a length does. Then it is read
             completely, and the caller chooses among all of its samples.
         limit: maximum number of samples of a source that is not known to end; None for all.
+        remedy: end of the message if there are no samples: what to do about it.
 
     Raises:
         FeedError: an item does not fit the inputs, there are no samples, or over `MAX_SAMPLES` of
@@ -196,13 +198,7 @@ def open_iterable(
     # the last item may hold more samples than the limit allows: only its first ones are used
     used_count = counter.total if limit is None else min(counter.total, limit)
     if not used_count:
-        message = f"{name} must give samples, got none"
-        if isinstance(source, Iterator):
-            message += (
-                "; an iterator can be read only once: give a list, or a function that returns a new"
-                " iterator"
-            )
-        raise FeedError(message)
+        raise FeedError(f"{name} must give samples, got none{remedy}")
     item_ends = (*counter.item_ends[:-1], used_count)
     # the labels are those of all samples that were read; unused ones are dropped below
     labels, notes = further_values.find_labels(counter.total)
