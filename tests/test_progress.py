@@ -442,6 +442,7 @@ def test_quiet_check_prints_warnings(quick_build, tmp_path, run):
     images = quick_build[quick_build.index("--images") + 1]
     code, out, err = run("check", tmp_path / "out", "--images", images, "--duration", 0, "-q")
     assert (code, out) == (0, "")
+    assert err.startswith("calib8: warning: ")
     assert "report.md" in err
 
 

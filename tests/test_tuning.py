@@ -757,7 +757,7 @@ def test_wrong_preprocessing_makes_the_demo_unusable(tmp_path):
     assert wrong.code == 3
     assert "Verdict       unusable" in wrong.output
     text = " ".join(wrong.output.split())
-    assert "the float model is no better than chance" in text
+    assert "The float model is no better than chance" in text
     assert "and chance is 10 % with 10 classes; check --preprocess" in text
     page = (tmp_path / "wrong" / "report.html").read_text()
     assert "chance is 10 %" in page

@@ -169,7 +169,8 @@ def serious_findings(report: Findings) -> Iterator[str]:
     for engine in report.engines:
         if engine.verdict is not None and engine.verdict.level in (DOUBTFUL, UNUSABLE):
             yield f"{engine.label}: {engine.verdict.text}"
-    yield from _urgent_texts(report)
+    for text in _urgent_texts(report):
+        yield f"warning: {text}"
 
 
 def _verdicts(report: Findings) -> Iterator[str]:

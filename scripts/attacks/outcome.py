@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SURVIVED, REFUSED, FAILED = "survived", "refused", "failed"
-# a line of progress, as deploy/terminal.py writes it into a pipe
-_TOLD = re.compile(r"calib8: .+ (\d+ s|\d+ min \d+ s|\d+ h \d+ min)( left)?")
+# progress, as deploy/terminal.py writes it into a pipe, and warnings of a run that prints no report
+_TOLD = re.compile(r"calib8: (.+ (\d+ s|\d+ min \d+ s|\d+ h \d+ min)( left)?|warning: .+)")
 _TARGET = re.compile(r"calib8: (onnxruntime|tensorrt|ascend)( failed)?: .+")
 _FAULT = b"a fault of calib8 itself"
 _LONGEST = 8000  # letters of a sentence; names in it are cut by calib8 long before
