@@ -123,6 +123,12 @@ def this_machine() -> Machine:
     )
 
 
+def cpu_name() -> str:
+    """Return the name of this machine's CPU with its int8 instructions."""
+    machine = this_machine()
+    return ", ".join((machine.cpu, *machine.int8))
+
+
 def usable_cores() -> int:
     """Return the number of logical cores available to this process, by affinity if possible."""
     if hasattr(os, "sched_getaffinity"):  # not on macOS and Windows

@@ -35,7 +35,7 @@ def make_predictor(evaluation_set=None, max_loss=None):
         max_loss=max_loss,
         form=None,
         count_samples=lambda count: None,
-        few_boxes=search_samples.FewBoxes(),
+        few_box_keys=[],
     )
 
 

@@ -58,7 +58,7 @@ from deploy.metrics.levels import (
 )
 from deploy.metrics.output_form import OutputForm, derive_from_first
 from deploy.targets.base import BuildRequest, Target
-from deploy.tasks import Metric
+from deploy.tasks import Metric, TaskFigure
 from deploy.tasks.rows import Floats, Outputs
 from deploy.tensors import Array
 from deploy.terminal import phase
@@ -76,7 +76,7 @@ MOST_OUTPUT_BYTES = MOST_BYTES // 8  # on disk, of one judged model; a search ju
 def max_sample_count(evaluation_set: EvaluationSet) -> int:
     """Return how many samples are enough for their size."""
     sample, _ = next(iter(evaluation_set.samples_with_outputs(CANDIDATE_COUNT)))
-    return _MAX_VALUES // max(_count_values(sample), 1)
+    return _max_count(sample)
 
 
 def select_samples(
@@ -112,6 +112,11 @@ def same_shape_samples(samples: Sequence[Sample]) -> list[Sample]:
     return [sample for sample in samples if _shapes(sample) == _shapes(median_sample)]
 
 
+def _max_count(sample: Sample) -> int:
+    """Return how many samples of this size are enough."""
+    return _MAX_VALUES // max(_count_values(sample), 1)
+
+
 def _count_values(sample: Sample) -> int:
     return sum(value.size for value in sample.values())
 
@@ -131,7 +136,7 @@ def _measure_candidates(
     remaining_candidates = iter(candidates)
     first_candidate = next(remaining_candidates)
     # the form holds means of values that vary little: they take more samples, as memory allows
-    mean_count = min(_MEAN_SAMPLES, _MAX_VALUES // max(_count_values(first_candidate[0]), 1))
+    mean_count = min(_MEAN_SAMPLES, _max_count(first_candidate[0]))
     form, all_candidates = derive_from_first(
         chain([first_candidate], remaining_candidates), metric, min_count=mean_count
     )
@@ -269,18 +274,6 @@ class ExpectedVerdict:
         return self.level
 
 
-@dataclass(slots=True)
-class FewBoxes:
-    """Where the float model finds boxes, if it finds few.
-
-    Attributes:
-        keys: keys of the evaluation samples that hold them; None while not all samples have run,
-            or if they hold `MIN_OBJECTS` boxes or more.
-    """
-
-    keys: Collection[int] | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class VerdictPredictor:
     """Predicts the verdict on models, and reports the samples that this takes.
@@ -292,7 +285,8 @@ class VerdictPredictor:
         max_loss: the user's limit of loss; None for none.
         form: slices and task of the outputs, and the user's metric.
         count_samples: called with the number of samples that are run.
-        few_boxes: found by the first model that runs on all samples, for those after it.
+        few_box_keys: keys of the evaluation samples with boxes, if they hold few boxes in
+            all; empty until the first model has run on all samples.
     """
 
     evaluation_set: EvaluationSet
@@ -301,7 +295,7 @@ class VerdictPredictor:
     max_loss: float | None
     form: OutputForm
     count_samples: Callable[[int], None]
-    few_boxes: FewBoxes
+    few_box_keys: list[int]
 
     def predict(self, model: onnx.ModelProto, *, noise: float) -> ExpectedVerdict:
         """Return the expected verdict on the engine of a model, from as few samples as will do.
@@ -356,27 +350,28 @@ class VerdictPredictor:
         count = len(self.evaluation_set.subset)
         sample_counts = [*(limit for limit in _FIRST_SAMPLES if limit < count), count]
         # each step of a model with states needs the one before, so none is left out
-        has_states = bool(self.evaluation_set.subset.states)
-        box_keys = self.few_boxes.keys
-        if box_keys is not None:
-            sample_counts = [max(1, _FIRST_SAMPLES[0] - len(box_keys))]
+        states = self.evaluation_set.subset.states
+        if self.few_box_keys:
+            sample_counts = [max(1, _FIRST_SAMPLES[0] - len(self.few_box_keys))]
         for max_samples in sample_counts:
             earlier_count = len(comparison.keys)
             try:
                 accuracy = comparison.compare(
-                    max_samples, threads=self.threads, added_keys=box_keys or ()
+                    max_samples, threads=self.threads, added_keys=self.few_box_keys
                 )
             finally:  # samples that ran before an error are spent too
                 self.count_samples(len(comparison.keys) - earlier_count)
-            if len(comparison.keys) == count and _has_few_boxes(accuracy) and not has_states:
-                self.few_boxes.keys = tuple(comparison.box_keys)
+            if len(comparison.keys) == count and _few_boxes(accuracy) and not states:
+                self.few_box_keys[:] = comparison.box_keys
             yield accuracy
 
 
-def _has_few_boxes(accuracy: Accuracy) -> bool:
-    """Whether the float model finds boxes, but fewer than `MIN_OBJECTS`."""
-    found = None if accuracy.task is None else accuracy.task.found
-    return found is not None and found < MIN_OBJECTS
+def _few_boxes(accuracy: Accuracy) -> TaskFigure | None:
+    """Return the task's figure if the float model finds fewer boxes than `MIN_OBJECTS`."""
+    task = accuracy.task
+    if task is None or task.found is None or task.found >= MIN_OBJECTS:
+        return None
+    return task
 
 
 def _extrapolate_few_boxes(accuracy: Accuracy, noise: float) -> Accuracy:
@@ -386,12 +381,12 @@ def _extrapolate_few_boxes(accuracy: Accuracy, noise: float) -> Accuracy:
     are added counts as lost, and as many count as new. `task.lost` is a share of the float model's
     boxes, `task.new` is a number of boxes.
     """
-    task = accuracy.task
-    if task is None or task.found is None or not _has_few_boxes(accuracy):
+    task = _few_boxes(accuracy)
+    if task is None:
         return accuracy
-    count = task.found + MIN_OBJECTS
+    count = task.counted + MIN_OBJECTS
     added_loss = noise * MIN_OBJECTS  # boxes
-    lost_share = (task.lost * task.found + added_loss) / count
+    lost_share = (task.lost * task.counted + added_loss) / count
     expected_task = replace(
         task, value=task.reference - lost_share, new=int(task.new + added_loss), counted=count
     )

@@ -15,7 +15,7 @@ import onnx
 
 from deploy.calibration.reference_outputs import EvaluationSet
 from deploy.graph.plan import quantized_precision
-from deploy.machine import this_machine
+from deploy.machine import cpu_name
 from deploy.method import Choices, Method, comparable_methods
 from deploy.metrics.output_form import OutputForm, derive_form
 from deploy.runtimes.ort import continue_runs
@@ -44,7 +44,6 @@ from deploy.tuning.search import Search, SharedFindings
 from deploy.tuning.search_options import EFFORTS, TRIAL_SAMPLES, Effort, SearchBudget, Trial, Tuning
 from deploy.tuning.search_samples import (
     ExpectedVerdict,
-    FewBoxes,
     VerdictPredictor,
     max_sample_count,
     same_shape_samples,
@@ -79,11 +78,6 @@ class SearchSetup:
     options: Tuning
     has_fixed_method: bool
     rounds_weights: bool = False
-
-    @property
-    def rounded(self) -> bool | None:
-        """Whether trials have rounded weights; None without that repair."""
-        return self.rounds_weights or None
 
     @property
     def effort(self) -> Effort:
@@ -143,7 +137,7 @@ def run_search(setup: SearchSetup, step: Step) -> tuple[TargetPlan, int]:
         effort=setup.effort,
         weight=setup.options.weight,
         size_of=sizes.of if setup.options.prefer == "size" else None,
-        rounded=setup.rounded,
+        rounded=setup.rounds_weights or None,
         shared=setup.shared_findings,
         add_units=find_add_units(model, units),
     )
@@ -329,7 +323,7 @@ def _split_chooser(
         max_loss=setup.options.max_loss,
         form=form,
         count_samples=budget.spend,
-        few_boxes=setup.request.ranges.compute_once("few boxes", FewBoxes),
+        few_box_keys=setup.request.ranges.compute_once("few boxes", list[int]),
     )
     target = setup.target
     measure: Callable[[Sequence[Trial]], Sequence[float]] | None = None
@@ -365,12 +359,6 @@ def _describe_failures(prober: Prober) -> str:
         return ""
     failed_trials = f"{len(prober.errors)} of {prober.trial_count} trials"
     return f"{failed_trials} could not be run; the first: {prober.errors[0]}"
-
-
-def cpu_name() -> str:
-    """Return the name of this machine's CPU with its int8 instructions."""
-    machine = this_machine()
-    return ", ".join((machine.cpu, *machine.int8))
 
 
 def _describe(search: Search, trial: Trial) -> str:

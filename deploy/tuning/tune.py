@@ -14,6 +14,7 @@ from deploy.errors import ConfigError
 from deploy.frontends import LoadedModel
 from deploy.graph.index import match_nodes
 from deploy.graph.plan import Decision, quantized_precision
+from deploy.machine import cpu_name
 from deploy.method import Choices, Method
 from deploy.targets.base import BuildRequest, Target
 from deploy.terminal import phase
@@ -21,7 +22,7 @@ from deploy.tuning import PREFERENCES
 from deploy.tuning.plan_file import PlanFile, TargetPlan, read_plan, write_plan
 from deploy.tuning.probe import choices_key
 from deploy.tuning.search_options import Tuning
-from deploy.tuning.target_search import SearchSetup, cpu_name, run_search
+from deploy.tuning.target_search import SearchSetup, run_search
 
 _REPLANNED = (
     "the plan of {} in the folder was made with other images or options, or timed on another CPU,"
@@ -351,7 +352,7 @@ def _digest_of_input(setup: SearchSetup, has_method: bool) -> str:
         "target": repr(target),
         "method": [request.ranges.chosen_by, has_method],
         "float": sorted(request.subject.float_nodes),
-        "rounded": bool(setup.rounded),
+        "rounded": setup.rounds_weights,
         "wish": [options.level, options.prefer, options.max_loss, timing_options],
     }
     metric = options.metric
