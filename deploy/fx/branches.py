@@ -68,7 +68,7 @@ def _merge(graph_module: fx.GraphModule, node: fx.Node) -> tuple[str, str] | Non
     larger, smaller = sorted(branches, key=_kernel_size, reverse=True)
     if larger.call.args[0] is not smaller.call.args[0]:  # they read different tensors
         return None
-    if not isinstance(larger.module, nn.Conv2d):  # both are norms
+    if not isinstance(larger.module, nn.Conv2d):  # so both are norms, the smallest of all
         return None
     if is_norm(smaller.module):
         convolution = _as_convolution(smaller.module, larger.module.groups)
@@ -116,7 +116,7 @@ def _find_module(graph_module: fx.GraphModule, call: fx.Node) -> nn.Module | Non
 
 
 def _kernel_size(branch: _Branch) -> tuple[int, ...]:
-    return getattr(branch.module, "kernel_size", (0, 0))  # a norm has none
+    return getattr(branch.module, "kernel_size", (0, 0))  # a norm, which has none: the smallest
 
 
 def _as_convolution(norm: nn.Module, groups: int) -> nn.Conv2d | None:

@@ -134,7 +134,7 @@ def graph_of(
             # its graph may compute something else
             check_capture(copy.deepcopy(traced_graph).eval(), model, inputs)
         except ModelError:
-            # the error of the capture says more, and with its own cause not this one is shown
+            # the capture's error says more; `from` shows its cause, not the error of the trace
             raise capture_error from capture_error.__cause__
     return traced_graph
 
@@ -201,7 +201,7 @@ def run_model(model: nn.Module, inputs: Sequence[Any]) -> Any:
             return model(*copy.deepcopy(list(inputs)))
     except Calib8Error:  # of a hook that observes the tensors
         raise
-    except Exception as error:  # torch.export accepts some models that do not run
+    except Exception as error:  # whatever the user's forward raises
         shapes = [tuple(tensor.shape) for tensor in tensors_of(inputs)]
         message = (
             f"{type(model).__name__} must run for inputs {shapes}, got {type(error).__name__}:"
@@ -238,7 +238,7 @@ def _export_and_lift(model: nn.Module, inputs: Sequence[Any]) -> fx.GraphModule:
     repeated_inputs = pytree.tree_map(repeat_single_sample, tuple(inputs))
     try:
         program = _export(model, repeated_inputs, is_batch_dynamic=True)
-        # else the model fixed the batch to that of `repeated_inputs`: below, to that of `inputs`
+        # else the model fixed the batch to 2 of `repeated_inputs`; it is fixed to `inputs`' below
         if _has_dynamic_batch(program, inputs, repeated_inputs):
             return lift_program(program, model, inputs)
     except Exception as error:  # anything from torch.export or the user's model

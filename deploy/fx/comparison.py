@@ -60,22 +60,23 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
     """
     if isinstance(value, torch.Tensor):
         return [value]
-    items = value
     if isinstance(value, dict):  # also a dataclass of transformers that is a dict
         items = list(value.values())
     elif is_dataclass(value):
         items = [getattr(value, field.name) for field in fields(value)]
+    elif isinstance(value, list | tuple):
+        items = value
+    else:
+        attributes = getattr(value, "__dict__", {})
+        if any(isinstance(attribute, torch.Tensor) for attribute in attributes.values()):
+            raise ModelError(
+                "a model takes and returns tensors, numbers, or tuples, lists, dicts and"
+                f" dataclasses of them, got {type(value).__name__}; return its tensors"
+            )
+        return []
     tensors = []
-    if isinstance(items, list | tuple):
-        for item in items:
-            tensors += tensors_of(item)
-        return tensors
-    attributes = getattr(value, "__dict__", {})
-    if any(isinstance(value, torch.Tensor) for value in attributes.values()):
-        raise ModelError(
-            "a model takes and returns tensors, numbers, or tuples, lists, dicts and dataclasses of"
-            f" them, got {type(value).__name__}; return its tensors"
-        )
+    for item in items:
+        tensors += tensors_of(item)
     return tensors
 
 

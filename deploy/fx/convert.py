@@ -178,7 +178,7 @@ def convert(prepared: nn.Module, custom: CustomClasses | None = None) -> nn.Modu
 
 
 def _convert_module(module: nn.Module, name: str, custom: CustomClasses) -> nn.Module | None:
-    """Return the quantized form of a module; None if it stays."""
+    """Return the module to put in place of one of a prepared model; None if it stays."""
     quantized_class: Any = custom.get(type(module))
     if quantized_class is not None:
         takes_observed = hasattr(quantized_class, "from_observed")
@@ -191,7 +191,7 @@ def _convert_module(module: nn.Module, name: str, custom: CustomClasses) -> nn.M
         return None
     if isinstance(module.weight_quant, WeightQuant):
         return IntLayer(module, name)
-    return folded_layer(module)
+    return folded_layer(module)  # its weight stays in float, with the merged norm folded into it
 
 
 def _remove_monitors(graph_module: fx.GraphModule) -> None:
@@ -283,8 +283,8 @@ def _record_pass(
 ) -> tuple[Recorders, int]:
     """Run a model for all batches and record its tensors; return (recorders, number of runs).
 
-    `lead_recorders`: module -> recorder of `statistic.lead`, another statistic that was recorded
-    first and whose range a new recorder starts with; empty if there is none.
+    `lead_recorders`: module -> its recorder of `statistic.lead`, from an earlier pass, with whose
+    range a recorder of this pass starts. Empty if the statistic has no lead.
     """
     recorders: Recorders = {}
     record_hook = partial(_record, recorders, statistic, lead_recorders)

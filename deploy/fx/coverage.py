@@ -129,11 +129,12 @@ def _find_float_weights(
         is_weight_by_id: see `_find_tensors_read_by_graphs`.
     """
     weight_names = []
+    # a layer of torch.nn is listed as such also if the graph reads its weight
     is_listed_as_layer = layer_class.__module__.startswith("torch.nn.")
     for parameter_name, parameter in module.named_parameters(recurse=False):
         if parameter.dim() < 2:
             continue
-        if id(parameter) not in is_weight_by_id:  # the module itself reads it
+        if id(parameter) not in is_weight_by_id:  # the module itself reads it, as a layer does
             weight_names.append(parameter_name)
             is_listed_as_layer = True
         elif is_weight_by_id[id(parameter)]:

@@ -303,7 +303,7 @@ class ExportAgreement(PrintedResult):
         return None if self.depends_on_input else CONSTANT_OUTPUT
 
     def to_screen(self) -> str:
-        """Return one line: batch sizes, share of equal arg-max, largest difference in two units."""
+        """Return one line: batches, share of equal arg-max, difference, also in int8 steps."""
         text = f"onnxruntime against torch on {self.samples} samples"
         if self.batches:
             text += f" in batches of {' and '.join(map(str, self.batches))}"

@@ -75,6 +75,7 @@ class _LsqRound(torch.autograd.Function):
         """Return x rounded to multiples of `scale`, within the limits; arguments as `lsq_round`."""
         # n and p of the formulas in the module's docstring: the clip range in steps from a real 0
         low, high = (limit - zero.to(x.dtype) for limit in limits)
+        # half of the steps or more lie above 0; symmetric int8, -128 to 127, counts as such
         is_mostly_positive = high >= (limits[1] - limits[0]) // 2
         larger = torch.where(is_mostly_positive, high, -low)  # p, or -n for a range mostly below 0
         scale_grad_factor = torch.rsqrt(shared * larger)  # 1 / sqrt(N * p) of the formulas
@@ -143,7 +144,7 @@ class FakeQuant(nn.Module):
         # what a forward does: update the moving averages, round
         self.observe = False
         self.enabled = False
-        # for the search of the range
+        # the range and where it comes from, see `set_range` and `deploy.fx.convert`
         self.reach: RangeLimits | None = None
         self.monitors: list[nn.Module] = []
         self.has_range = False

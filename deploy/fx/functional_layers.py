@@ -37,7 +37,7 @@ _LAYERS: dict[Any, tuple[type[nn.Module], str]] = {
 # option of a convolution -> its default
 _CONV_DEFAULTS = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
 _ARGUMENTS = ("input", "weight", "bias", *_CONV_DEFAULTS)  # linear has only the first three
-_NORM_TENSORS = ("weight", "bias", *STATISTICS)
+_TENSORS = ("weight", "bias", *STATISTICS)  # arguments that are tensors, of layers and norms
 
 
 def functions_to_modules(graph_module: fx.GraphModule) -> None:
@@ -93,7 +93,7 @@ class _Rewriter:
         if uses_batch_in_eval or mean is None:
             return
         # a computed tensor can be no part of a module
-        if not all(_is_parameter_or_none(options[key]) for key in _NORM_TENSORS):
+        if not all(_is_parameter_or_none(options[key]) for key in _TENSORS):
             return
         if not isinstance(options["momentum"], float):
             return
@@ -126,12 +126,12 @@ class _Rewriter:
         # name -> value, or for a tensor its name in the model, such as "fc.weight"
         options: Any = fx.node.map_arg(arguments, lambda tensor: str(tensor.target))
         if kind is nn.Linear and self._is_name_taken(name, options):
-            # one module may have several weights: name the layer after its own
+            # the weight's owner has another linear already: name this one after its weight
             layer_suffix = name.rpartition(".")[2]
             name = f"{options['weight']}_{layer_suffix}"
         if self._is_name_taken(name, options):
             return
-        if name not in self.options_by_name:
+        if name not in self.options_by_name:  # else an equal call has added the module
             self.graph_module.add_submodule(name, self._create_module(kind, options))
             self.options_by_name[name] = options
         with node.graph.inserting_before(node):
@@ -162,12 +162,12 @@ class _Rewriter:
     def _create_module(self, kind: Any, options: dict[str, Any]) -> nn.Module:
         """Return a module of class `kind` that computes what a call of a function does.
 
-        It gets the tensors of the call as its parameters and statistics.
+        It gets the tensors of the call, None for a missing one, as its parameters and statistics.
 
         `options`: arguments of the call: name -> value, or for a tensor its name in the model, such
         as "fc.weight".
         """
-        tensors = {key: self._tensor(options[key]) for key in _NORM_TENSORS if key in options}
+        tensors = {key: self._tensor(options[key]) for key in _TENSORS if key in options}
         weight = tensors["weight"]
         if kind is ChannelNorm:
             channels = tensors["running_mean"].numel()
@@ -186,7 +186,7 @@ class _Rewriter:
             )
 
         for name, tensor in tensors.items():
-            if name in STATISTICS:
+            if name in STATISTICS:  # a buffer
                 setattr(module, name, tensor)
             elif tensor is not None:
                 is_parameter = isinstance(tensor, nn.Parameter)
@@ -201,7 +201,7 @@ class _Rewriter:
         called_modules = {node.target for node in graph.find_nodes(op="call_module")}
         moved_tensors: set[str] = set()
         for options in self.options_by_name.values():
-            moved_tensors.update(filter(None, map(options.get, _NORM_TENSORS)))
+            moved_tensors.update(filter(None, map(options.get, _TENSORS)))
         for name in moved_tensors - read_tensors:
             owner, _, attribute = name.rpartition(".")
             if owner not in called_modules:

@@ -257,12 +257,12 @@ def _reason_at_call(graph_module: fx.GraphModule, norm: fx.Node) -> str | None:
 
 
 def _foldable_calls(graph_module: fx.GraphModule, norm_call: fx.Node) -> list[fx.Node]:
-    """Return the calls of a norm after the layer before it, if it can fold into it, else [].
+    """Return the calls of a norm that follow one layer, if it can fold into the layer, else [].
 
     All calls of a layer have the same weight. So a norm folds into the layer only if it follows
     every call of it, and each time in a way that can fold.
 
-    `norm_call`: one of the norm's calls, with no `_reason_at_call`.
+    `norm_call`: one of these calls; alone it could fold, as `_reason_at_call` is None.
     """
     layer_call = path_to_layer(graph_module, norm_call)[-1]
     layer_calls = calls_of_module(graph_module, layer_call)

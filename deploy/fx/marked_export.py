@@ -160,20 +160,22 @@ class OpaqueStandIn(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return cumulative sums of the inputs, expanded to the output shapes.
 
-        They depend on every input, and no target computes a cumulative sum in int8.
+        So every output depends on every input, as those of the module may, and nothing is
+        quantized: no target computes a cumulative sum in int8.
         """
         tensors = tensors_of((args, kwargs))
         sums = [torch.cumsum(tensor.float().flatten(), 0).sum() for tensor in tensors]
         total = torch.stack(sums).sum()
 
-        def expand_total(meta: Any) -> Any:
-            # a scalar; or an output that is no tensor, which no node reads as one
-            if not isinstance(meta, TensorMetadata) or not meta.shape:
+        def expand_total(output: Any) -> Any:
+            # no tensor, such as a size: any value will do, as nothing reads it as a tensor
+            is_tensor = isinstance(output, TensorMetadata)
+            if not is_tensor or not output.shape:
                 return total
-            size, *sizes = meta.shape
+            size, *sizes = output.shape
             if size == self.batch_size:  # the batch, which may be dynamic
                 size = tensors[0].shape[0]
-            return torch.cumsum(total.expand(size, *sizes), -1).to(meta.dtype)
+            return torch.cumsum(total.expand(size, *sizes), -1).to(output.dtype)
 
         # without is_leaf, pytree would enter the metadata, which is a tuple
         return pytree.tree_map(
@@ -222,8 +224,8 @@ def _remove_markers(model: Any) -> dict[str, str]:
     of these nodes.
 
     Returns:
-        Name of each graph node -> its namesake, the name of the node after which its tensor is
-        named: mostly its own.
+        Name of each graph node -> its namesake, the node after which its ONNX tensor is named: the
+        node itself, or the first one with the same tensor.
     """
     node_name_by_tensor: dict[Any, str] = {}  # tensor -> the first node that it stands for
     namesake_by_node = {}

@@ -87,21 +87,18 @@ def _complete_names(model: nn.Module, names: Sequence[str | None]) -> list[str]:
 def match_arguments(model: nn.Module, names: Sequence[str]) -> tuple[list[str], str | None]:
     """Return how forward takes inputs of these names: (ordered names, dict argument).
 
-    The names, which differ from each other, are put in the order of forward's arguments; those that
-    are none come last.
+    The names, which differ from each other, are put in the order of forward's arguments. Names of
+    no argument, such as the keys of a dict, come last.
 
-    The dict argument is the name of its argument that takes all inputs as a dict; None if they are
-    passed by name.
+    The dict argument is the argument of forward that takes all inputs in a dict; None if each input
+    is passed by its name.
 
     Raises:
         ConfigError: the forward does not take a name, or one is missing.
     """
     arguments = _keyword_names(model)
     ordered_names = [name for name in arguments if name in names]
-    ordered_names += [name for name in names if name not in arguments]  # such as keys of a dict
-    if ordered_names == arguments:  # each argument has an input
-        return ordered_names, None
-    # inputs of optional arguments may be missing; other names must be keywords, or keys of a dict
+    ordered_names += [name for name in names if name not in arguments]
     return ordered_names, _find_dict_argument(model, ordered_names)
 
 
@@ -289,7 +286,7 @@ def split_item(model: nn.Module, item: Any) -> tuple[list[torch.Tensor], list[st
         }
         names = _names_of_inputs(model, array_by_name)
         inputs = [array_by_name[name] for name in names]
-        needed_count = 1  # at least: `match_arguments` checks for the others
+        needed_count = 1  # which ones, and how many more, is checked by `match_arguments`
     else:
         names = []
         inputs = list(item) if _is_series(item) else [item]

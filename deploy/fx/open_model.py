@@ -119,7 +119,8 @@ def open_module(
             the model fixes it, that of this item.
 
     Raises:
-        ConfigError: files, or other samples from which the inputs do not follow.
+        ConfigError: `images` is None or files, or its first item has names that forward does not
+            take.
         FeedError: no samples, or without the inputs.
         ModelError: the module does not run on the sample, or torch.export cannot follow it.
         ExportError: the outputs of ONNX Runtime and torch differ.
@@ -186,11 +187,13 @@ def _find_batch_inputs(
     sample without a batch axis; which of the two is found by running the model.
 
     Raises:
-        ModelError: the model runs for none; the message is that for `item_inputs`.
+        ModelError: the model runs for none of these; the message is that of the run for
+            `item_inputs`.
     """
-    two_samples = tuple(map(_first_two_samples, item_inputs))  # of a batch: faster than all of it
-    batch_of_one = tuple(x[None] for x in item_inputs)
-    # the first candidate for which the model runs is taken; a model of a fixed batch needs the item
+    # Candidates, in order: the first one for which the model runs is returned. Two samples of a
+    # batch run faster than all of it, but a model that fixes its batch runs only for all of it.
+    two_samples = tuple(map(_first_two_samples, item_inputs))
+    batch_of_one = tuple(x[None] for x in item_inputs)  # if the item is a single sample
     candidates = [two_samples, item_inputs, batch_of_one]
     # A convolution runs for a sample as well as for a batch. So if the inputs have the rank of a
     # sample of one of the model's convolutions, they are tried as a sample first.

@@ -432,8 +432,8 @@ def _set_sources(
         quantizer = observers[tensors[0]]
         sources = placement.sources[group]
         quantizer.reach = widest_reach(reach for _, reach in sources)
-        # without monitors, the range comes from the quantizer's own tensors; so it does if all
-        # sources are inside of calls, which leaves none
+        # Without monitors, the quantizer observes its own tensors. There are no sources to monitor
+        # if all are inside of calls of modules.
         if sources and [node for node, _ in sources] != tensors:
             insert_monitors(graph_module, quantizer, sources)
 
@@ -488,7 +488,7 @@ def _replace_custom(
         observed_module = observed_class.from_float(module)
         if not hasattr(observed_module, "activation_post_process"):  # torch's name for an observer
             if node not in observers:  # the plan leaves the tensor in float
-                # for all its readers (None), with a scale of its own: no other site is inserted
+                # for all its readers (None); no other site is in its group, so the scale is new
                 site = QuantizationSite(tensor=node, readers=None, group="")
                 new_observers = _insert_observers(graph_module, [site], grid)
                 observers.update(new_observers)

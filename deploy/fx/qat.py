@@ -308,7 +308,7 @@ def _check_options(task: Task) -> None:
             raise ConfigError(f"{name} must be a number, 0 or more, got {value!r}")
     if not isinstance(task.amp, bool):
         raise ConfigError(f"amp must be True or False, got {task.amp!r}")
-    check_names(distil=task.distil)  # that it is a list
+    check_names(distil=task.distil)  # it is a list; its pairs are checked here
     for pair in task.distil:
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise ConfigError(f"distil takes pairs (student's, teacher's), got {pair!r}")
@@ -385,7 +385,7 @@ class _Trainer:
             limit = self.task.clip_gradient or math.inf  # 0 is no limit
             nn.utils.clip_grad_norm_(self.prepared.parameters(), limit)
             previous_scales = copy_scales(self.scales)
-            with wrap_user_errors("the optimizer's step"):  # such as of LBFGS, which wants more
+            with wrap_user_errors("the optimizer's step"):  # LBFGS, for one, needs a closure
                 self.optimizer.step()
             clamp_scales(self.scales, previous_scales)
         if not losses:

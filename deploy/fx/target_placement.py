@@ -231,15 +231,15 @@ class _PlanMapper:
             # integers, such as a size, have no scale; a node of several outputs has no single type
             if not is_float(source) and not _has_several_outputs(source):
                 continue
-            if source not in tensor_by_node:  # the pad: does it read the tensor?
+            if source not in tensor_by_node:  # the pad: it reads the tensor if there are edges
                 edges_before_source = list(self._find_edges(tensor, source))
-                is_tensor_read = bool(edges_before_source)
-            else:  # x, or the dropout, which has the same tensor as its input
+                if not edges_before_source:
+                    continue
+            elif tensor_by_node[source] == tensor:  # x, or the dropout, whose input is x
                 inputs = source.all_input_nodes
                 equal_inputs = [node for node in inputs if tensor_by_node.get(node) == tensor]
                 edges_before_source = [(node, source) for node in equal_inputs]
-                is_tensor_read = tensor_by_node[source] == tensor
-            if not is_tensor_read:
+            else:  # another tensor
                 continue
             # for the other readers; a node of several outputs cannot be quantized itself
             must_stay_float = is_float(source) and len(source.users) > 1
@@ -262,8 +262,10 @@ def _find_sources(exported: ExportedGraph, plan: Plan) -> Mapping[str, Sources]:
     """Return group -> (node, reach) of the tensors whose ranges determine its scale.
 
     A group is named after one of its tensors, the owner of the scale. The plan may name other
-    tensors whose ranges the scale covers; if it names none, the scale covers the owner's range. A
-    reach is the range beyond which all readers of a tensor saturate; None if they do not.
+    tensors whose ranges the scale covers; if it names none, the scale covers the owner's range.
+
+    A reach (`RangeLimits`) is the range beyond which all readers of a tensor saturate; None if some
+    reader does not.
     """
     reach_by_tensor = find_range_limits(exported.model)
     sources: dict[str, list[tuple[fx.Node, RangeLimits | None]]] = {}

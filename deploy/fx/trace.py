@@ -234,7 +234,7 @@ def _explain(error: Exception, model: nn.Module, tracer: LeafTracer) -> str:
         )
     remedies.append("trace only a traceable submodule with --only SUBMODULE")
     remedies.append(_rewrite_hint(str(error)))
-    if "iterated" in str(error):
+    if "iterated" in str(error):  # torch.fx cannot unpack a tensor; torch.export knows its shape
         remedies.append("fuse with --input, profile, export and qat follow it by torch.export")
     numbered_remedies = [f"({number}) {remedy}" for number, remedy in enumerate(remedies, 1)]
     return (
