@@ -221,10 +221,10 @@ class _BoundsPropagation:
         return node.op_type in _AMPLIFIES
 
     def _gated_bounds(self, product: onnx.NodeProto, tensor: str) -> Bounds:
-        """Return the bounds of a factor of a Mul whose other factor is a gate.
+        """Return (floor, ceiling) of a factor of a Mul: values beyond them do not matter.
 
-        A gate is 0, or nearly, for all inputs below its floor. Then the product is 0 too, whatever
-        the tensor is. The bounds are infinite if the other factor is no gate of this tensor.
+        They do not matter if the other factor is a gate that is computed from this one: it is 0, or
+        nearly, below its floor, and then so is the product. Without such a gate they are infinite.
         """
         factors = other_inputs(product, tensor)  # none in a square
         gate = self.graph.producer.get(factors[0]) if len(factors) == 1 else None
@@ -238,10 +238,10 @@ class _BoundsPropagation:
                 return _UNBOUNDED
             return self._bounds_by_gate(tensor, erf.input[0], _GELU_FLOOR)
         bounds = self._clip_bounds(gate)
-        if bounds is None:
+        if bounds is None:  # neither a Clip nor a HardSigmoid
             return _UNBOUNDED
         gate_floor, _ = bounds
-        # below its lower bound a Clip is that bound, a HardSigmoid is 0
+        # below its floor a HardSigmoid is 0, but a Clip is the floor itself
         if gate.op_type == "Clip" and gate_floor != 0.0:
             return _UNBOUNDED
         return self._bounds_by_gate(tensor, gate.input[0], gate_floor)
@@ -441,7 +441,7 @@ def _describe_misfit(
     """Return which input or output of a node is too large or small for float16, as text, or ""."""
     weights = node.input[1:2] if node.op_type in WEIGHTED else ()
     for name in (*node.input, *node.output):
-        float_name = _float_name(name)
+        float_name = _name_in_float_model(name)
         # largest |x|: of a constant or Q/DQ pair, else as observed; 0 if unknown
         magnitude = _max_magnitude(graph, name) or largest_by_tensor.get(float_name, 0.0)
         if not magnitude <= _MAX_FLOAT16:  # NaN too
@@ -460,21 +460,21 @@ def _describe_vanishing(graph: Graph, node: onnx.NodeProto) -> str:
     The guard is the node itself or, if the node is a Div, what makes its divisor. Between the two
     there may be nodes that only move values.
     """
-    guard: onnx.NodeProto | None = node
-    while guard is not None:  # go upstream to the first node that may be the guard
-        if guard.op_type == "Div":
-            upstream_tensor = guard.input[1]
-        elif guard.op_type in _PASSING:
-            upstream_tensor = guard.input[0]
+    candidate: onnx.NodeProto | None = node
+    while candidate is not None:  # go upstream to the first node that may be the guard
+        if candidate.op_type == "Div":
+            upstream_tensor = candidate.input[1]
+        elif candidate.op_type in _PASSING:
+            upstream_tensor = candidate.input[0]
         else:
             break
-        guard = graph.producer.get(upstream_tensor)
-    if guard is None or guard.op_type not in _GUARDS:
+        candidate = graph.producer.get(upstream_tensor)
+    if candidate is None or candidate.op_type not in _GUARDS:
         return ""
-    for name in guard.input:
+    for name in candidate.input:
         magnitude = _max_magnitude(graph, name)
         if 0 < magnitude <= _MAX_VANISHING:
-            constant_text = f"{_float_name(name)}, {magnitude:.3g}"
+            constant_text = f"{_name_in_float_model(name)}, {magnitude:.3g}"
             return f"{constant_text}, which may keep a value above 0, is 0 in float16"
     return ""
 
@@ -495,7 +495,7 @@ def _max_magnitude(graph: Graph, name: str) -> float:
     return multiple * float(np.abs(numpy_helper.to_array(constant)).max(initial=0.0))
 
 
-def _float_name(name: str) -> str:
+def _name_in_float_model(name: str) -> str:
     """Return the float model's name of a tensor next to a Q/DQ pair."""
     return name.removesuffix("/dequantized").removesuffix("/float")
 

@@ -475,8 +475,8 @@ def free_added_names(graph: onnx.GraphProto) -> list[str]:
     names.discard("")
     interface_names = names_of((*graph.input, *graph.output))
     # every `T` beside which calib8 may add a `T/scale`: each name of the model. Also the T of each
-    # `T/dequantized` and `T/float`, even if the model has no `T`: code that reads Q/DQ models takes
-    # such a tensor for `T`, whatever the model has
+    # `T/dequantized` and `T/float`, even if the model has no tensor `T`: code that reads Q/DQ
+    # models takes such a tensor for `T`
     base_names = set(names)
     for name in names - interface_names:
         base_names |= {name.removesuffix("/dequantized"), name.removesuffix("/float")}

@@ -205,7 +205,8 @@ def _append_product(graph: Graph, gate: Gate) -> Gate | None:
     if product.op_type == "Div" or gate.factor:
         return None
     factors = other_inputs(product, gate.output)  # empty if the Mul squares the gate
-    if not factors or factors[0] in graph.initializers:  # constants, and scalars of 0 or less
+    # an initializer that was no gain above: several values, or one that is not positive
+    if not factors or factors[0] in graph.initializers:
         return None
     return replace(extended_gate, factor=factors[0])
 

@@ -289,7 +289,7 @@ class Graph:
             subgraph_reads_output = not subgraph_reads.isdisjoint(node.output)
             if node.op_type in _MOVING and subgraph_reads_output:
                 moved_tensors.add(node.input[0])
-            # a tensor that an If reads inside may be moved there, before another subgraph reads it
+            # a tensor that an If captures may be moved inside, and the result read by a subgraph
             elif _may_move_captures(node, subgraph_reads_output):
                 moved_tensors |= _captured_by(node)
             subgraph_reads |= moved_tensors
@@ -425,12 +425,14 @@ def constant_nodes(nodes: Iterable[onnx.NodeProto]) -> dict[str, onnx.TensorProt
 
 
 def _may_move_captures(node: onnx.NodeProto, subgraph_reads_output: bool) -> bool:
-    """Whether nodes inside an If may move what the If captures before another subgraph reads it.
+    """Whether an If may move a tensor that it captures, and a subgraph may read the moved tensor.
 
     An If captures the tensors that its nodes read and that are made outside.
 
-    ONNX Runtime puts the nodes of a branch in place of an If whose condition is constant. There
-    they stand before the subgraphs inside the branch, and before those that read the If's output.
+    If the condition is constant, ONNX Runtime replaces the If by the nodes of one branch. A Reshape
+    in the branch is then a node of the main graph, and moves the captured tensor there. The
+    subgraphs that may read the result are those of nodes in the branch, and those that read the
+    output of the If.
 
     Args:
         node: an If, or another node; False for one without subgraphs.

@@ -274,8 +274,8 @@ def _complete_resize(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
     """Write a Resize without its attributes `axes` and `keep_aspect_ratio_policy`.
 
     `axes` names the axes for which it has scales, sizes and a region; then these are extended to
-    all axes. With the policy, which keeps the ratio of the sides, the sizes are limits; then the
-    scales that follow from them replace them. A Resize without both stays as it is.
+    all axes. The policy keeps the ratio of the sides, so that the sizes of the node are only limits
+    of the output's sizes; it gets scales in place of them. A node with neither stays as it is.
 
     Raises:
         CannotRewrite: the rank is unknown; a region is computed; or the policy needs a size of the
@@ -348,10 +348,12 @@ def _complete_input(
     Args:
         node: its input is replaced in place.
         index: index of the input, which has a value for each of `axes`.
-        axes: axes counted from the front, never from the end.
+        axes: positions of these values in the complete input, not negative. An input may have two
+            values for each axis, all starts before all ends: then they are the axes, and the axes
+            plus the rank.
         scope: the constants, shapes and names around the node.
-        defaults: values of the other axes, as an array with one for each axis; None for the sizes
-            of the node's first input.
+        defaults: the complete input, with the values that other axes get; None for the sizes of
+            the node's first input.
 
     Returns:
         The nodes that make the new input, to stand before `node`.
@@ -361,9 +363,9 @@ def _complete_input(
     complete_name = scope.new_name(f"{node.output[0]}_axes")
     node.input[index] = complete_name
 
-    # the default of each axis, then in its place the value that the input has for the axis
+    # first the defaults, then in place of some the values that the input has
     complete_values = list(scope.shape(source)) if defaults is None else defaults.tolist()
-    rank = len(complete_values)
+    value_count = len(complete_values)
     if partial_name in scope.constants:
         partial_values = scope.values(partial_name, "values")
         for axis, value in zip(axes, partial_values.tolist(), strict=True):
@@ -377,8 +379,8 @@ def _complete_input(
     defaults_name = scope.new_name(f"{complete_name}_whole")
     joined_name = scope.new_name(f"{complete_name}_both")
     order_name = scope.new_name(f"{complete_name}_order")
-    order = np.arange(rank)
-    order[axes] = rank + np.arange(len(axes))  # these values follow the defaults
+    order = np.arange(value_count)
+    order[axes] = value_count + np.arange(len(axes))  # these values follow the defaults
     if defaults is None:
         defaults_node = make_node("Shape", [source], defaults_name, f"{defaults_name}_Shape")
     else:

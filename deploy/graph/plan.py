@@ -270,6 +270,7 @@ def _find_float_reasons(
     has_changed = True
     while has_changed:
         has_changed = False
+        # its sets of tensors stay as they are now, until the next round; it shares the reasons
         flow = _Int8Flow(graph, placement, reasons)
         for node in graph.nodes:
             if not reasons[node.name]:
@@ -333,9 +334,9 @@ class _Int8Flow:
         With the placement's `float_after_concat`, a node that reads a Concat with a float input
         gains nothing. Else a heavy node (Conv, Gemm, MatMul) always gains. Any other node only
         passes int8 on: its inputs must be int8 already, and a node downstream must read its output
-        in int8. TensorRT computes a residual Add inside the heavy node that makes one of its
-        inputs, so there only that input must be int8; but no float node may read the input of a
-        node that averages.
+        in int8. TensorRT has two rules more. It computes a residual Add inside the heavy node that
+        makes one input, so only that input must be int8. And the input of a node that averages
+        must not be read by a float node.
         """
         graph = self.graph
         placement = self.placement

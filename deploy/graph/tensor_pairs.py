@@ -47,12 +47,13 @@ def pair_tensors_by_name(first: ModelProto, second: ModelProto) -> dict[str, str
 
 
 def _named_tensors(model: ModelProto) -> Iterator[tuple[str, str]]:
-    """Yield (name that a tensor has in the float model, name of the tensor that layers read).
+    """Yield (name that a tensor may have in the float model, name of the tensor that layers read).
 
-    The two differ if a Q/DQ pair follows the tensor: layers read the output of the pair. Then the
-    float model's name is that of the output if all readers read the pair, else that of the tensor
-    before it (`deploy.targets.onnxruntime.qdq`); so both are yielded. The suffix of a tensor that
-    was padded with channels is dropped. Constants are left out: they are weights.
+    If a Q/DQ pair follows the tensor, layers read the output of the pair. One of the two has the
+    float model's name: the output if all readers read the pair, else the tensor before the pair
+    (`deploy.targets.onnxruntime.qdq`). This model does not show which, so both names are yielded.
+    The suffix of a tensor that was padded with channels is dropped. Constants are left out: they
+    are weights.
     """
     dequantized_by_tensor = _find_dequantized(model)
     for node in model.graph.node:
