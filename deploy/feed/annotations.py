@@ -103,11 +103,14 @@ class Annotations:
         paths_by_file = _group_by_file([*self.pictures, *self.repeated_paths])
         pictures = {}
         for file_name, images in images_by_file.items():
+            # image -> all images and annotations among which it may have been mistaken; with one
+            # of each the match is certain
             matches = _match_paths(images, paths_by_file.get(file_name, []))
             for image in chosen_images.intersection(matches):
                 similar_images, paths = matches[image]
                 if len(similar_images) > 1 or len(paths) > 1:
-                    images_text = summarize_names([name_of_image[i] for i in similar_images], 2)
+                    similar_names = [name_of_image[similar] for similar in similar_images]
+                    images_text = summarize_names(similar_names, 2)
                     raise FeedError(
                         "images and annotations of one file name must differ by their folders, got"
                         f" annotations of {summarize_names(paths, 2)} for {images_text}; name the"
@@ -363,35 +366,40 @@ def _read_label_folder(folder: Path) -> Annotations:
             f" {' and '.join(sorted(suffixes)) or 'neither'} in {printable_name(folder)};"
             " give the folder of one of them"
         )
-    name_of_path = {str(folder / name): name for name in label_names}
+    picture_path_by_file = {str(folder / name): name for name in label_names}
     if suffixes == {".txt"}:
-        return _read_yolo(name_of_path, class_count=None)
+        return _read_yolo(picture_path_by_file, class_count=None)
     number_by_class = {name: number for number, name in enumerate(_read_classes(folder))}
-    return _read_label_files(name_of_path, lambda path: _read_voc_file(path, number_by_class))
+    return _read_label_files(
+        picture_path_by_file, lambda path: _read_voc_file(path, number_by_class)
+    )
 
 
-def _read_yolo(name_of_path: Mapping[str, str], class_count: int | None) -> Annotations:
-    annotations = _read_label_files(name_of_path, lambda path: _read_yolo_file(path, class_count))
+def _read_yolo(picture_path_by_file: Mapping[str, str], class_count: int | None) -> Annotations:
+    annotations = _read_label_files(
+        picture_path_by_file, lambda path: _read_yolo_file(path, class_count)
+    )
     return replace(annotations, unlabelled=_make_objects(size=None, boxes=[], classes=[]))
 
 
 def _read_label_files(
-    name_of_path: Mapping[str, str], read_file: Callable[[str], Objects]
+    picture_path_by_file: Mapping[str, str], read_file: Callable[[str], Objects]
 ) -> Annotations:
-    """Return the objects of label files, one file a picture, by names without suffix.
+    """Return the objects of label files, one file a picture, by paths without suffix.
 
     Args:
-        name_of_path: path of a label file -> its path in the folder of labels, or its image's path.
-        read_file: from the path of a label file to the objects.
+        picture_path_by_file: label file -> the path by which its picture is found: that of the
+            image, or of the label file itself in the folder of labels.
+        read_file: label file -> objects.
     """
     pictures: dict[str, Objects] = {}
     repeated_paths = set()
-    with phase("label files", len(name_of_path), "files") as step:
-        for path, file_name in name_of_path.items():
-            name = os.path.splitext(_normalize(file_name))[0]
-            if name in pictures:
-                repeated_paths.add(name)
-            pictures[name] = read_file(path)
+    with phase("label files", len(picture_path_by_file), "files") as step:
+        for label_file, picture_path in picture_path_by_file.items():
+            path = os.path.splitext(_normalize(picture_path))[0]
+            if path in pictures:
+                repeated_paths.add(path)
+            pictures[path] = read_file(label_file)
             step()
     return Annotations(
         pictures,

@@ -226,11 +226,11 @@ class _StderrCapture:
         lines: list[str] = []
         with self._capture_ended:
             if exclusive:
-                self._exclusive_count += 1
+                self._exclusive_count += 1  # already while it waits
                 self._capture_ended.wait_for(lambda: not self._active_count)
             else:  # those that wait to be exclusive go first
                 self._capture_ended.wait_for(lambda: not self._exclusive_count)
-            self._active_count += 1
+            self._active_count += 1  # until `_end_capture`
             if self._active_count == 1:  # the first one: let stderr lead to the temporary file
                 self._original_stream = self._stderr_variable.value
                 self._stderr_variable.value = self._file_stream

@@ -179,17 +179,18 @@ def read_labels(path: Path | str) -> FileList | Annotations | str:
 def to_labels(labels: Iterable[int] | ImageLabels | Path | None) -> ImageLabels | None:
     """Return labels as `apply_labels` takes them: a path is read, class numbers become integers.
 
-    None, for no labels, is returned as it is.
+    None, for no labels, is returned as it is. Whether there is a number for each image is checked
+    by `apply_labels`.
 
     Raises:
-        FeedError: as `read_labels`, or class numbers that are not whole, or not one an image.
+        FeedError: as `read_labels`, or the class numbers are no flat list of whole numbers.
     """
     if labels is None or isinstance(labels, Annotations | FileList):
         return labels
     if isinstance(labels, str | Path):
         return read_labels(labels)
     values = list(labels) if isinstance(labels, Iterable) else [labels]
-    numbers = read_item_labels(values, len(values))
+    numbers = read_item_labels(values, count=len(values))
     if numbers is None:
         raise FeedError(
             f"labels must be whole numbers from 0, one an image, got {values!r:.60}; labels that"
@@ -365,17 +366,19 @@ def _objects_in_input(
     Args:
         annotations: of all images of the feed.
         feed: the images.
-        sizes: name of an image -> its (height, width), where its annotation states another size or
-            none; an image that is not in here has the annotated size.
+        sizes: name of an image -> its (height, width). It has every image whose annotation states
+            another size, or none; all other images have the annotated size.
         number: of the image, from 0, among those that are not known to be bad.
     """
     name = feed.good_name(number)
     preprocess = feed.preprocess
     assert preprocess is not None  # `apply_labels` refuses annotations of arrays
     annotation = annotations.find_objects(name)
-    # boxes are in pixels of the annotated image; or, if there is no size, shares of the sides
-    annotated_height, annotated_width = annotation.size or (1, 1)
-    size = sizes.get(name, (annotated_height, annotated_width))
+    # boxes are in pixels of the annotated image. An annotation without a size has shares of the
+    # sides, which are pixels of an image of 1x1; then the size of the image is in `sizes`
+    annotated_size = annotation.size or (1, 1)
+    annotated_height, annotated_width = annotated_size
+    size = sizes.get(name, annotated_size)
     height, width = size
     # to pixels of the image, then of the input
     x_scale = width / annotated_width

@@ -364,9 +364,9 @@ class _SourceOpener:
         arrays = open_array_files(files.file_list, specs, files.name, skip_bad=skip_bad)
         first_file = files.file_list[0]
         is_only_file = files.folder is None and len(files.file_list) == 1
-        # a file of a list may be missing: with `skip_bad` it is one sample, named like the file
+        # samples of a single file are named by their number in it, as the C++ library does. Not if
+        # a list has the file: with a label, or missing, which `skip_bad` counts as one sample
         if is_only_file and first_file.label is None and first_file.path.exists():
-            # samples are named by their number in the file, as the C++ library does
             file_name = printable_name(first_file.path.name)
             arrays = replace(arrays, name=file_name, item_names=())
         return replace(arrays, notes=(*files.notes, *arrays.notes))
@@ -404,7 +404,7 @@ class _SourceOpener:
         Args:
             source: all samples.
             preprocessing: the preprocessing of images; None for arrays.
-            kind: of the samples, as manifests store it.
+            kind: of the samples, as manifests store it: "arrays", "images" or "pictures in memory".
             notes: on the source.
             default_every: default step N of "every N-th sample".
         """
@@ -421,8 +421,8 @@ class _SourceOpener:
             chosen, choice_notes = self.choice.choose(len(source), default_every=default_every)
         else:
             refuse_batches(batch, "states are of one sequence at a time")
-            specs = self.recurrence.inputs  # all: the new source adds states to the samples
-            source = SequenceSource(source, self.recurrence)
+            source = SequenceSource(source, self.recurrence)  # adds the states to the samples
+            specs = self.recurrence.inputs  # all inputs of the model, states too
             chosen, choice_notes = choose_steps(self.choice, source)
         notes += tuple(choice_notes)
 

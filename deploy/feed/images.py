@@ -87,9 +87,9 @@ def _refuse_folder(error: OSError) -> None:
 def read_list(path: Path) -> FileList:
     """Read a list file, one "path", "path label" or "path,label" per line.
 
-    Paths are relative to the list's folder. A csv's first line without a dot or label is a header,
-    which is skipped. A line may name one file per input, separated by spaces, as RKNN's dataset.txt
-    does.
+    Paths are relative to the list's folder. The first line of a csv is a header, which is skipped,
+    if it has a comma and neither a dot nor a label. A line may name one file per input, separated
+    by spaces, as RKNN's dataset.txt does.
 
     UTF-8 with or without a byte order mark, LF or CRLF; empty lines and lines starting with
     ``#`` are skipped; paths may contain spaces. A line that is itself the path of a file has no

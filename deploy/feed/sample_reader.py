@@ -235,9 +235,10 @@ def iterate_batches(
         chosen_samples: which images or rows, in which order.
         batch: images or rows concatenated to one sample, along the first dimension.
         already_read: numbers of the samples, from 0, to leave out: an earlier run has read them.
+            Bad images have no number.
     """
     selected_indices = None  # all
-    if already_read:  # they are numbered without the bad samples, which `walk` skips anyway
+    if already_read:
         good_indices = list(chosen_samples.good_indices())
         read_indices = good_indices[already_read.start * batch : already_read.stop * batch]
         selected_indices = frozenset(chosen_samples.indices).difference(read_indices)
