@@ -142,6 +142,8 @@ class CalibrationResult(PrintedResult):
         ranges = {
             tensor: [float(scale.lo), float(scale.hi)] for tensor, scale in range_set.scales.items()
         }
+        # `images`: the source as text; `resumed`: notes on the checkpoint from which the run went
+        # on; `runs`: variant of the model -> number of inferences
         return {
             "schema": "calib8-calibration/1",
             "cache": None if self.cache is None else str(self.cache),

@@ -198,15 +198,15 @@ def _make_sendable(
     one that opens the model's file on the worker, or by one that holds the form itself.
     """
     model_path = ""  # if empty, the forms are sent
-    if cluster.send not in ("model", "all"):
+    if cluster.send not in ("model", "all"):  # workers open the file, if it gives them the same
         model_path = _shared_model_path(subject, observations)
     sendable_observations: list[Observation] = []
     for variant, variant_observations in group_by_variant(observations).items():
         if model_path:
             make_model = partial(_open_model, model_path, subject.loaded.digest)
         else:
-            # made of no statistics: those that a variant needs are of the first samples, so they
-            # depend on the order of the images, and were refused
+            # no statistics are needed to make it: those that a variant is built from depend on the
+            # order of the images, and the caller has refused such observations
             model = variant.make(ObservedStatistics())
             make_model = partial(_return_model, model)
         sendable_variant = Variant(variant.key, make_model)

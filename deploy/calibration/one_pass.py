@@ -170,12 +170,13 @@ class _PassState:
         Returns:
             Values of order-dependent statistics, which wait until earlier samples are recorded.
         """
+        # samples use the slices, sets of recorders, in turn; an odd slice for one half of them
         turn = alternate_halves(number) if self._has_halves else number
-        slice_recorders = self._variant_recorders[turn % self._slice_count]
+        recorders_by_variant = self._variant_recorders[turn % self._slice_count]
         peaks = self._worker_peaks[worker]
         waiting = []
-        for runner, session, recorders in zip(
-            self.runners, self._sessions[worker], slice_recorders, strict=True
+        for runner, session, recorders in zip(  # of each variant
+            self.runners, self._sessions[worker], recorders_by_variant, strict=True
         ):
             if is_within_limit(runner.limit, number):
                 waiting += runner.run(session, recorders, peaks, number, sample, self._on_outputs)
@@ -457,20 +458,22 @@ def schedule_observations(
         observations: what is wanted.
         observed: statistics that exist already.
     """
+    # needs of a variant: the observations from which it is built
     missing = observed.missing(with_needs(observations, observed))
     prerequisites: list[Observation] = []
     for observation in missing:
-        prerequisites += observation.variant.needs  # from which the variant is built
+        prerequisites += observation.variant.needs
         if observation.lead is not None:  # which fixes the range of its histogram
             prerequisites.append(observation.lead)
     preliminary = observed.missing(with_needs(prerequisites, observed))
+    # `samples` of a statistic: how many it records, from the first on; None, for all, if it is not
+    # preliminary
+    first_sample_counts = [observation.statistic.samples or 0 for observation in preliminary]
     return ObservationSchedule(
         missing=missing,
         preliminary=preliminary,
         main=tuple(observation for observation in missing if observation not in preliminary),
-        preliminary_sample_count=max(
-            (observation.statistic.samples or 0 for observation in preliminary), default=0
-        ),
+        preliminary_sample_count=max(first_sample_counts, default=0),
     )
 
 
@@ -503,9 +506,9 @@ def _observe_preliminary(
                 for observation in remaining
                 if not all_statistics.missing(observation.variant.needs)
             ]
-            # an ordered statistic is recorded as a whole, in sample order. Several threads would
-            # record parts of any other, to be merged in the end, but the one that is wanted here,
-            # the largest |x|, cannot be merged
+            # statistics that do not depend on the order of the samples would be recorded in parts,
+            # one for each thread, and merged in the end. The only one that is preliminary, the
+            # largest |x|, cannot be merged, so one thread records it
             are_all_ordered = all(observation.statistic.ordered for observation in ready)
             usable_threads = threads if are_all_ordered else 1
             new_statistics = observe(

@@ -439,18 +439,15 @@ def _add_stored(
 
     Returns:
         The calibration, with those stored histograms in which the method can search ranges: the
-        text of the cache has the ranges of their tensors too. And key -> arrays of other stored
-        observations, which are copied without being parsed.
+        text of the cache has the ranges of their tensors too. And key -> arrays of the stored
+        observations that stay in the cache (`_select_retained`) and are in the calibration neither
+        as stored nor as new ones; they are copied without being parsed.
     """
     keys = list(stored.keys)
     if stored.fingerprint.order != calibration.fingerprint.order:
         # the images have another order: only histograms of all samples do not depend on it
-        order_free_statistic = HistogramOf().key
-        keys = [
-            (variant, tensor, statistic)
-            for variant, tensor, statistic in keys
-            if statistic == order_free_statistic
-        ]
+        histogram_of_all = HistogramOf().key
+        keys = [key for key in keys if key[2] == histogram_of_all]
 
     searched_statistic = subject.statistic.key
     tensors = []  # of the cleaned model, whose variant is FOLDED
@@ -523,14 +520,13 @@ def _make_cache_text(subject: CalibrationSubject, ranges: Ranges) -> bytes:
     range_set = ranges.find(
         observation for observation in observations if observation.key in ranges.observed
     )
-    # the header names a calibrator of TensorRT: that of the largest values if all ranges are, also
-    # if there are none, see below; else the usual one
-    algorithm = trt_cache.ENTROPY2
-    if all(clip_range.method == "minmax" for clip_range in range_set.scales.values()):
-        algorithm = trt_cache.MINMAX
     scales = range_set.symmetric  # tensor -> scale of its range on TensorRT's int8 grid
     if not scales:  # no histogram was observed
         scales = _observed_scales(ranges.observed)
+    # the header names a calibrator of TensorRT: MINMAX if the scales are of the largest values, all
+    # of them; else the usual one. Without ranges they are: those of `_observed_scales`
+    methods = {clip_range.method for clip_range in range_set.scales.values()}
+    algorithm = trt_cache.MINMAX if methods <= {"minmax"} else trt_cache.ENTROPY2
     writable_scales = {
         name: scale for name, scale in scales.items() if trt_cache.can_hold_name(name)
     }

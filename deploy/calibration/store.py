@@ -308,7 +308,7 @@ def load_calibration(path: Path) -> StoredCalibration:
     json_path, npz_path = sidecars(path)
     document_bytes = read_cache_file(json_path)
     document = _parse_document(document_bytes, json_path)
-    cache_text, fingerprint = _read_text(path, document)
+    cache_text, fingerprint = _read_text_and_fingerprint(path, document)
     statistics_digest = document.sha256.statistics
     if not statistics_digest:  # there are none if another program made the cache, such as TensorRT
         raise CacheError(
@@ -321,7 +321,7 @@ def load_calibration(path: Path) -> StoredCalibration:
     return StoredCalibration(
         cache_text=cache_text,
         fingerprint=fingerprint,
-        keys=document.observations,
+        keys=document.observations,  # (variant, tensor, statistic) of each
         outliers=tuple(Outlier(*row) for row in document.outliers),
         stop_rule=document.until,
         path=path,
@@ -338,10 +338,10 @@ def read_cache_text(path: Path) -> tuple[bytes, Fingerprint]:
         CacheError: a file is missing, broken, or does not belong to the other.
     """
     json_path = sidecars(path)[0]
-    return _read_text(path, _parse_document(read_cache_file(json_path), json_path))
+    return _read_text_and_fingerprint(path, _parse_document(read_cache_file(json_path), json_path))
 
 
-def _read_text(path: Path, document: _Document) -> tuple[bytes, Fingerprint]:
+def _read_text_and_fingerprint(path: Path, document: _Document) -> tuple[bytes, Fingerprint]:
     """Return the text of a cache and its fingerprint, if the text is that of the document."""
     text = read_cache_file(path)
     if sha256(text) != document.sha256.cache:
