@@ -120,6 +120,7 @@ def _divergences(counts: Float64Array) -> Float64Array:
     occupied_in_last = occupied_before[bin_counts] - occupied_before[last_level_start]
     last_level_sum = kept_sums - counts_before[last_level_start]
     last_mean = last_level_sum / np.maximum(occupied_in_last, 1)
+    # an empty level gets the term 0, ln 1; if there are outliers, the divergence is infinite, below
     outlier_terms = outliers * np.log(np.where(last_mean > 0, last_mean, 1.0))
 
     with np.errstate(divide="ignore", invalid="ignore"):

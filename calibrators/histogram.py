@@ -415,8 +415,9 @@ class HistogramGroup:
         sizes = [x.size for x in values]
         array_tables = np.array([addresses, sizes], np.uintp)
         # the kernel takes four tables: the addresses of the histograms' states and of their counts,
-        # the addresses of the arrays, and their sizes
-        nan_count = counting_kernel.observe_each(
+        # the addresses of the arrays, and their sizes. It ends at an array that it refuses, and
+        # returns how many NaN that has, or -1 if the range of its histogram is invalid; else 0
+        refusal = counting_kernel.observe_each(
             counting_kernel.instruction_set,
             len(self.histograms),
             *self._table_addresses,
@@ -424,11 +425,11 @@ class HistogramGroup:
             _buffers.scratch,
             ctypes.byref(self._counted_arrays),
         )
-        if nan_count:  # or -1 for an invalid range
-            index = self._counted_arrays.value  # arrays before the refused one
+        if refusal:
+            index = self._counted_arrays.value  # number of arrays before the refused one
             with _naming_array(index):
-                self.histograms[index].check_range()
-                raise make_nan_error(nan_count)
+                self.histograms[index].check_range()  # raises if the range is invalid
+                raise make_nan_error(refusal)
 
 
 @contextmanager

@@ -232,7 +232,7 @@ class _Bins:
         if not fits_float32:
             return all_indices
         tolerance = 1 + _FLOAT32_TOLERANCE * self.power
-        # the last ranges may be left out, if they clip too much to be within the tolerance
+        # of the first ranges; it leaves out the last ones, if they clip too much for the tolerance
         errors = self._float32_errors(lows, highs, tolerance)
         min_error = errors.min()
         if min_error < _MIN_FLOAT32_ERROR:  # high powers of small errors lose precision

@@ -47,8 +47,9 @@ _MIN_VALUES_PER_TAIL_VALUE = 100  # the tail holds at most 1 / 100 of all values
 def percentile(histogram: Histogram, *, percent: float) -> Scale:
     """Return the clip range that keeps a share of a tensor's values, and clips the largest.
 
-    The threshold `amax` keeps `percent` of the |values|. The ends `lo` and `hi` each clip as many
-    values, but `lo` only negative ones, and `hi` only positive ones. Values count as evenly spread
+    The threshold `amax` clips the share 100 - percent of the |values|. The affine range is apart
+    from it: `lo` clips this share of all values at the lower end, `hi` the same share at the upper
+    end; but `lo` clips negative values only, and `hi` positive ones. Values count as evenly spread
     within a bin.
 
     Args:

@@ -114,7 +114,8 @@ class Stage:
                     refuse_output(self.folder / name)
                 atomic.write_text(self.temporary_folder / _JOURNAL, json.dumps(names))
                 _move_all(self.temporary_folder, self.folder)
-                # a failed run may have saved a calibration for a cache that is published now
+                # if a name is that of a cache, an earlier run that failed may have saved its
+                # calibration for it, which is of no use any more
                 for name in names:
                     _remove_saved_calibration(self.folder / name)
         except OSError as error:
