@@ -235,7 +235,7 @@ def find_best_searches(
     Args:
         model: the float model.
         graph: its layers.
-        records_by_search: search -> layer -> its scales; the first search has all layers.
+        records_by_search: search -> layer -> its scales. The default search has all layers.
         samples: input name -> array, for each sample.
         threads: number of samples that run at a time.
 
@@ -253,10 +253,12 @@ def find_best_searches(
             for name, error in layer_errors.items():
                 errors_by_layer.setdefault(name, {})[search] = error
             count_search()
+    # a layer without an error by the default search does not fit the hardware with its scales. It
+    # stays in float, also if it fits with those of another search
     return {
         name: choose_search(error_by_search)
         for name, error_by_search in errors_by_layer.items()
-        if DEFAULT_SEARCH in error_by_search  # else it may fit with DMQ alone, and stays in float
+        if DEFAULT_SEARCH in error_by_search
     }
 
 

@@ -288,7 +288,7 @@ def _layer_or_float_reason(node: onnx.NodeProto, index: Graph) -> Layer | str:
     bias = optional_input(node, 2)
     weight_reason = _float_reason_of_weight(node, weight, node_attributes, index)
     float_reason = weight_reason or _float_reason_of_bias(
-        bias, weight, node_attributes, node, index
+        bias, weight, node_attributes, node, index.constants
     )
     if float_reason:
         return float_reason
@@ -363,7 +363,7 @@ def _float_reason_of_bias(
     weight: onnx.TensorProto,
     node_attributes: dict[str, Any],
     node: onnx.NodeProto,
-    index: Graph,
+    constants: Mapping[str, onnx.TensorProto],
 ) -> str:
     """Return why a bias keeps its node in float; '' if it is a constant with a value per channel.
 
@@ -372,17 +372,17 @@ def _float_reason_of_bias(
         weight: the node's weight.
         node_attributes: name of an attribute -> its value.
         node: the node.
-        index: has the model's constants.
+        constants: name -> constant of the model.
     """
     if not bias:
         return ""
-    if bias not in index.constants:
+    if bias not in constants:
         return "its bias must be a constant"
     if node.op_type == "Conv" or node_attributes.get("transB", 0):
         channels = weight.dims[0]
     else:  # the weight of a ConvTranspose or a Gemm has the output channels in its second axis
         channels = weight.dims[1] * node_attributes.get("group", 1)
-    bias_shape = list(index.constants[bias].dims)
+    bias_shape = list(constants[bias].dims)
     if bias_shape in ([channels], [1, channels]):
         return ""
     return f"its bias must have {channels} values, one a channel, got shape {bias_shape}"

@@ -256,27 +256,27 @@ def describe_algorithms(config: QuantConfig) -> str:
     return f"AMCT's {weight_algorithms(config)} and {' and '.join(searches)}"
 
 
-def calibration_notes(calibrated: CalibrationRecord, plan: RecordPlan) -> Iterator[str]:
+def calibration_notes(calibration_record: CalibrationRecord, plan: RecordPlan) -> Iterator[str]:
     """Yield notes on searches, rounding, the configuration, tiny inputs, and unused samples.
 
     A sample of the plan is one run of the model, of several images if the model fixes its batch.
     The notes count images, and call them samples, as users do.
 
     Args:
-        calibrated: the records, and the layers whose input rounds to zero.
+        calibration_record: the records, and the layers whose input rounds to zero.
         plan: the calibration that made them.
     """
     yield f"Scales: {describe_algorithms(plan.config)} over {_describe_batches(plan)}."
     yield from _rounding_notes(plan)
     yield from plan.config.notes
-    zero_layers = calibrated.zero_layers
+    zero_layers = calibration_record.zero_layers
     if zero_layers:
         yield (
             f"The input of {len(zero_layers)} layers is zero or so small (under 1.2e-7 per code)"
             " that AMCT's searches give it scale 1, which rounds all of it to zero:"
             f" {list_first(zero_layers, 3)}; --keep-float keeps them in float."
         )
-    refusals = [f"{name}: {reason}" for name, reason in calibrated.refusals.items()]
+    refusals = [f"{name}: {reason}" for name, reason in calibration_record.refusals.items()]
     if refusals:
         yield f"Layers in float that do not fit Ascend's int8 path: {list_first(refusals, 3)}."
     has_unused_images = plan.used_images < plan.images

@@ -305,13 +305,13 @@ class Ascend(Target):
         calibration_by_search = {}
         for search in set(search_by_layer.values()):
             _, calibration_by_search[search] = self.search_all_layers(request, search)
-        calibrated = searches.merge_records(
+        calibration_record = searches.merge_records(
             plan, default_calibration, calibration_by_search, search_by_layer
         )
         all_searches = {
             name: search_by_layer.get(name, searches.DEFAULT_SEARCH) for name in plan.layers
         }
-        return plan, calibrated, searches.apply_searches(plan.config, all_searches)
+        return plan, calibration_record, searches.apply_searches(plan.config, all_searches)
 
     def quantize(
         self, request: BuildRequest
@@ -329,10 +329,12 @@ class Ascend(Target):
         """
         from deploy.targets.ascend.quant_layer import quantize_fitting_layers, refused_layers_error
 
-        plan, calibrated, config = self._search_layers(request)
+        plan, calibration_record, config = self._search_layers(request)
         float_nodes = request.choices.float_nodes
         records = {
-            name: record for name, record in calibrated.records.items() if name not in float_nodes
+            name: record
+            for name, record in calibration_record.records.items()
+            if name not in float_nodes
         }
         if not records:
             raise ConfigError(
@@ -343,12 +345,13 @@ class Ascend(Target):
         if not layers:
             remedy = "no other layer is int8: build the float model with atc"
             raise refused_layers_error(refusals, remedy)
-        if refusals and self.configured:
+        if refusals and self.configured:  # the user's configuration demands these layers in int8
             raise refused_layers_error(refusals)
         # in AMCT's order, in which the layers that DMQ balances come first
         records = {name: record for name, record in records.items() if name in layers}
         config = disable_layers(config, {**float_nodes, **refusals})
-        return plan, replace(calibrated, records=records, refusals=refusals), layers, config
+        calibration_record = replace(calibration_record, records=records, refusals=refusals)
+        return plan, calibration_record, layers, config
 
     def build(self, request: BuildRequest) -> BuildResult:
         """Quantize the model and write all files; compile them to an .om if `atc` is installed.
@@ -367,17 +370,17 @@ class Ascend(Target):
         from deploy.targets.ascend.recipe import Recipe
 
         # `plan.config` has the default search of each layer, `config` the chosen one
-        plan, calibrated, layers, config = self.quantize(request)
+        plan, calibration_record, layers, config = self.quantize(request)
         recipe = Recipe(
             model=plan.model,
             graph=plan.graph,
-            records=calibrated.records,
+            records=calibration_record.records,
             layers=layers,
             config=config,
             method=describe_algorithms(plan.config),
-            ranges=calibrated.ranges,
-            float_reasons={**request.float_nodes, **calibrated.refusals},  # node -> reason
-            notes=tuple(calibration_notes(calibrated, plan)),
+            ranges=calibration_record.ranges,
+            float_reasons={**request.float_nodes, **calibration_record.refusals},  # node -> reason
+            notes=tuple(calibration_notes(calibration_record, plan)),
             alerts=calibration_alerts(plan),
         )
         return self.write_files(recipe, request)

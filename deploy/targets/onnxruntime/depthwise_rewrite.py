@@ -190,8 +190,8 @@ def _add_conv(
 
     if group_count(node) != 1:
         return None
-    # the weight's axis of input channels, or of output channels: a Conv that does not read the
-    # tensor makes it, since its constants are in no region
+    # the axis of the weight whose channels are those of the tensor: input channels if the Conv
+    # reads it, output channels if the Conv makes it
     axis = 1 if region_tensor == node.input[0] else 0
     # the region may hold tensors of another number of channels, such as [N, 1, H, W], which an
     # operator broadcasts

@@ -214,9 +214,9 @@ class _QdqWriter:
         """Return the scale and zero point with which a tensor is quantized.
 
         A tensor may share them with another one, its owner in the plan, whose clip range and gate
-        then decide. A gate (Hard-Swish or squeeze-excite) may add a number to the owner, or make
-        the owner by adding one. Then the result's `steps` are those between the zero points before
-        and after the addition, if it can be expressed in steps; else they are 0.
+        then decide. A gate (Hard-Swish or squeeze-excite) may add a shift to the owner, or an
+        offset whose sum is the owner. If that number is an integer number of steps, the addition
+        only changes the zero point: the result's `steps` are how far. Otherwise they are 0.
 
         Raises:
             ExportError: the scale is not positive.
@@ -227,7 +227,7 @@ class _QdqWriter:
         scale = self.round_scales(np.array([exact_scale], np.float32))[0]
         if not (np.isfinite(scale) and scale > 0):
             raise ExportError(f"a scale must be positive, got {scale} for {tensor}")
-        if owner in self.gate_offsets:  # the gate makes the owner by adding the offset
+        if owner in self.gate_offsets:  # the owner is the output of a gate that adds an offset
             return fit_output_offset(scale, zero_point, self.gate_offsets[owner])
         shift = self.clip_shifts.get(owner, 0.0)  # with 0 the parameters stay as they are
         return fit_input_shift(scale, zero_point, shift)
@@ -407,7 +407,7 @@ class _QdqWriter:
 
         Args:
             name: start of the names of the new tensors and nodes.
-            integers: the quantized constant, or any array of its type if `float_weight` is given.
+            integers: the quantized constant. With a `float_weight` only their type is used.
             scales: its scales, one a channel of `axis`, or one in all.
             axis: axis of the channels; None for one scale.
             grid: grid of the integers, if numpy has no type for it, such as int4.
@@ -417,7 +417,8 @@ class _QdqWriter:
         integers_name = f"{name}/quantized"
         if not float_weight:
             self.add_constant(integers_name, integers, grid)
-        shape = () if axis is None else scales.shape  # of the parameters; () for a scalar
+        # of scale and zero point: [C], or a scalar for one scale, which comes as [1]
+        shape = () if axis is None else scales.shape
         params = [
             self.add_constant(f"{name}/scale", scales.astype(np.float32).reshape(shape)),
             self.add_constant(f"{name}/zero_point", np.zeros(shape, integers.dtype), grid),

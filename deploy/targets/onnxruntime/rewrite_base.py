@@ -92,7 +92,7 @@ class RewriteScope:
         return Graph(self.model)
 
     @cached_property
-    def float_node(self) -> dict[str, onnx.NodeProto]:
+    def float_node_by_name(self) -> dict[str, onnx.NodeProto]:
         """Name -> node of the float model."""
         return by_name(self.context.float_graph.nodes)
 

@@ -98,7 +98,7 @@ def write_means(model: onnx.ModelProto, context: RewriteContext) -> None:
 
 def _why_no_pool(node: onnx.NodeProto, scope: RewriteScope) -> str:
     """Return why a ReduceMean is no GlobalAveragePool of an image."""
-    float_mean = scope.float_node.get(node.name)
+    float_mean = scope.float_node_by_name.get(node.name)
     if float_mean is None:
         return "it is no node of the float model"
     is_global = is_global_mean(scope.context.float_graph, float_mean)
@@ -159,7 +159,7 @@ def write_softmax(model: onnx.ModelProto, context: RewriteContext) -> None:
 
 def _softmax_axis(node: onnx.NodeProto, scope: RewriteScope) -> tuple[int, int]:
     """Return (axis of a Softmax, counted from the front; rank, 0 if it is unknown)."""
-    float_softmax = scope.float_node.get(node.name)
+    float_softmax = scope.float_node_by_name.get(node.name)
     rank = 0
     if float_softmax is not None:
         rank = scope.context.float_graph.rank(float_softmax.output[0])

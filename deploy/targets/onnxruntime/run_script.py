@@ -405,16 +405,16 @@ def _list_text(decoder: RowDecoder, outputs: Outputs) -> str:
 
 
 def _score_lines(decoder: RowDecoder) -> str:
-    """Return the lines of Python that compute the classes' scores from the raw ones.
+    """Return the lines of Python that change `scores`, an array [boxes, classes] of the program.
 
-    Both are `scores` [boxes, classes] in these lines. They apply the activation, drop the
-    background's column, and multiply by the objectness, if the detector has one: the columns that
-    hold it are called "gate".
+    Before these lines it has the numbers that the model writes, after them the classes' scores. The
+    lines apply the activation, drop the background's column, and multiply by the objectness if the
+    detector has one. The written program calls the columns of the objectness "gate".
     """
     lines = _ACTIVATIONS[decoder.activation]
     if decoder.background is not None:
         lines += f"    scores = np.delete(scores, {decoder.background}, axis=1)\n"
-    if decoder.gates:  # columns of the objectness; empty without one
+    if decoder.gates:  # the columns of the objectness; () without one
         gate_expression = 'columns(outputs, "gate")'
         if decoder.gate_activation == "sigmoid":
             gate_expression = f"1 / (1 + np.exp(-{gate_expression}))"

@@ -43,7 +43,7 @@ def pad_stems(model: onnx.ModelProto, context: RewriteContext) -> None:
 
 def _why_not_padded(node: onnx.NodeProto, scope: RewriteScope) -> str:
     """Return why a Conv does not gain by a fourth channel, or cannot have one; "" if it gains."""
-    float_conv = scope.float_node.get(node.name)
+    float_conv = scope.float_node_by_name.get(node.name)
     if float_conv is None:
         return "it is no layer of the float model"
     weight = scope.context.float_graph.initializers.get(float_conv.input[WEIGHT])

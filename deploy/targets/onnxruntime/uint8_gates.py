@@ -85,9 +85,9 @@ def fit_input_shift(scale: np.float32, zero: int, shift: float) -> ShiftedParams
         x            |0 ........... zero ........... 255|
         x + shift    |0 .. zero - steps ............ 255|     the same integers
 
-    The parameters stay as they are, with 0 steps, in three cases: the shift is less than a few
-    steps; the scale would be widened too much; or x is never negative, since the end of its range
-    at 0 may be that of a fused Relu.
+    The parameters stay as they are, with 0 steps, in three cases. The shift is less than a few
+    steps. The scale would be widened too much. Or zero is 0: the QuantizeLinear of such a range may
+    stand for a Relu, which it would not with a range that reaches below 0.
 
     Args:
         scale: scale of the range of x.
@@ -102,14 +102,14 @@ def fit_input_shift(scale: np.float32, zero: int, shift: float) -> ShiftedParams
     # lengths of the range of x on both sides of 0
     below_zero = zero * step
     above_zero = (255 - zero) * step
-    # scale of a range that reaches down to -shift
+    # scale of a range that reaches down to -shift, and the whole steps of the shift in it
     min_scale = (above_zero + max(below_zero, shift)) / 255
     steps = int(shift / min_scale)
     if zero == 0 or steps < _MIN_SHIFT_STEPS:
         return unshifted
     if shift / steps > step * _MAX_WIDENING:  # coarser steps would lose too much
         return unshifted
-    # with this scale, the shift is an integer number of steps
+    # with this scale, which is `min_scale` or more, the shift is an integer number of steps
     widened_scale = np.float32(shift / steps)
     zero_of_range = int(np.rint(below_zero / float(widened_scale)))
     new_zero = max(zero_of_range, steps)  # the range reaches at least to -shift
@@ -166,9 +166,9 @@ class GateWriter:
             quantize: the QuantizeLinear of its output, whose zero point may be replaced.
             output_range: clip range of its output.
             shifted_source: float tensor source + shift, if the layer upstream computes it; else "".
-            clip_params: scale, zero point and shift of the source, if a Clip of its integers is to
-                clip it. None if a Q/DQ pair is to clip it, whose range is 0 to top, as always with
-                a `shifted_source`.
+            clip_params: scale and zero point of the source, and the shift in steps, to clip its
+                integers. None to clip by a Q/DQ pair whose range is 0 to top; always None with a
+                `shifted_source`.
         """
         read_name = map_read_names(nodes)  # name in the float model -> name in this one
         if clip_params is not None:

@@ -413,6 +413,7 @@ def method_of_calibrator(script: CalibratorScript) -> tuple[Method, str] | None:
     # `difference`: how the method differs from the calibrator, as the end of a sentence; "" if not
     method_name, difference = _METHOD_BY_ALGORITHM[script.algorithm]
     method = Method.of(method_name)
+    # the method `legacy` takes the quantile that a legacy calibrator has by default, `QUANTILE`
     if script.quantile is not None and script.quantile != QUANTILE:
         method = Method.of("percentile", {"percent": 100 * script.quantile})
     base_class = CLASSES[script.algorithm]

@@ -437,7 +437,9 @@ def _quantized_settings(
         uses_cache: whether the engine is built from the float model and the cache.
         is_typed: whether each node has the type that the model gives it.
     """
-    chooses_types = installed.calibrators and not is_typed  # TensorRT 11 never does
+    # TensorRT up to 10, which has calibrators, chooses the types of a network that is not typed;
+    # TensorRT 11 never does
+    chooses_types = installed.calibrators and not is_typed
     return replace(
         builder_settings(options, request),
         typed=is_typed,

@@ -214,9 +214,9 @@ class TensorRT(TensorrtOptions, Target):
 
     def evaluated(self, request: BuildRequest) -> onnx.ModelProto:
         """Return the typed model if TensorRT runs that one and a CPU can, else the Q/DQ model."""
-        calibrated = self.calibrate_scales(request)
-        models, _, _ = self.make_models(request, calibrated)
-        return models[self._evaluated_role(models, calibrated.version)]
+        calibrated_model = self.calibrate_scales(request)
+        models, _, _ = self.make_models(request, calibrated_model)
+        return models[self._evaluated_role(models, calibrated_model.version)]
 
     def calibrate_scales(self, request: BuildRequest) -> _CalibratedModel:
         """Return TensorRT's cache, with the ranges by the methods that the request chose.
@@ -232,8 +232,8 @@ class TensorRT(TensorrtOptions, Target):
         # the version of TensorRT that is to read the cache
         version = self.version or cache_contents.reading_version(request.subject)
         placement = self.placement
-        # the methods that a search chose for single tensors, and for all others; None, if it left
-        # these the method of the calibration
+        # the methods that a search chose: for single tensors, and for all others. The latter is
+        # None if these keep the method of the calibration
         choices = request.choices
         chosen_methods = (*choices.methods.values(), choices.method)
         self._check_methods(*filter(None, chosen_methods))
@@ -247,8 +247,8 @@ class TensorRT(TensorrtOptions, Target):
             placement=placement,
             analysis=request.model_analysis,
         )
-        # A tensor that is always 0 has scale 0, with which TensorRT cannot quantize. Without an
-        # entry in the cache its node stays float.
+        # A tensor that is always 0 has scale 0, with which TensorRT cannot quantize. `match_cache`
+        # has left its node in float; without an entry in the cache TensorRT does so too.
         entries = tuple(entry for entry in cache.entries if entry.scale != 0)
         return _CalibratedModel(replace(cache, entries=entries), match, ranges, version)
 
@@ -266,14 +266,14 @@ class TensorRT(TensorrtOptions, Target):
         """Write models, cache and script; build the engine if TensorRT and a GPU are available."""
         from deploy.targets.tensorrt import cache_contents, engines, trtexec
 
-        calibrated = self.calibrate_scales(request)  # the cache, and the plan of the pairs
-        version = calibrated.version
-        models, float32_nodes, model_notes = self.make_models(request, calibrated)
+        calibrated_model = self.calibrate_scales(request)  # the cache, and the plan of the pairs
+        version = calibrated_model.version
+        models, float32_nodes, model_notes = self.make_models(request, calibrated_model)
 
         # TensorRT reads the models with the plugin nodes, which ONNX Runtime does not know
         complete_models = {role: request.with_plugin_nodes(model) for role, model in models.items()}
         written_models, lowering_notes = engines.lower_models(self, complete_models, version)
-        files = self._write_models(request, calibrated, written_models, float32_nodes)
+        files = self._write_models(request, calibrated_model, written_models, float32_nodes)
 
         # the file that is run on the CPU to measure the accuracy
         evaluated_role = self._evaluated_role(models, version)
@@ -293,7 +293,7 @@ class TensorRT(TensorrtOptions, Target):
         # the files that the script's default command reads
         shipped_files = _write_script(request, files, commands, default_command, unread_model)
         engine, baselines, engine_notes, failure = self._build_engines(
-            request, calibrated, files, float32_nodes, commands
+            request, calibrated_model, files, float32_nodes, commands
         )
         if engine is not None:
             files["TensorRT engine"] = engine
@@ -309,16 +309,16 @@ class TensorRT(TensorrtOptions, Target):
             shipped=shipped_files,
             baselines=baselines.engines,
             files={**files, **baselines.files},
-            decisions=(*calibrated.matched_cache.plan.decisions, *request.plugin_decisions),
+            decisions=(*calibrated_model.matched_cache.plan.decisions, *request.plugin_decisions),
             method=request.chosen_ranges.chosen_by,
-            ranges=cache_contents.cache_ranges(request.model, calibrated.ranges, version),
+            ranges=cache_contents.cache_ranges(request.model, calibrated_model.ranges, version),
             notes=(*model_notes, *lowering_notes, *dla_notes, *engine_notes),
             alerts=(unread_model.alert,) if is_alerted and unread_model is not None else (),
             error=failure,
         )
 
     def make_models(
-        self, request: BuildRequest, calibrated: _CalibratedModel
+        self, request: BuildRequest, calibrated_model: _CalibratedModel
     ) -> tuple[dict[str, onnx.ModelProto], Mapping[str, str], tuple[str, ...]]:
         """Make the float model (not with fp8), the Q/DQ model, and the typed one if there is one.
 
@@ -331,11 +331,12 @@ class TensorRT(TensorrtOptions, Target):
         from deploy.targets.tensorrt.cache_contents import largest_magnitudes
         from deploy.targets.tensorrt.float_types import find_float32_layers
 
-        largest_values = largest_magnitudes(calibrated.ranges)  # tensor -> largest |x| observed
+        # tensor -> largest |x| observed
+        largest_values = largest_magnitudes(calibrated_model.ranges)
         models = {FLOAT_MODEL: request.model} if self.precision == INT8 else {}
-        models[QDQ_MODEL], notes = self._quantize(request, calibrated.matched_cache)
+        models[QDQ_MODEL], notes = self._quantize(request, calibrated_model.matched_cache)
         typed_model, type_notes = self._make_typed_model(
-            request, calibrated.matched_cache, largest_values, models[QDQ_MODEL]
+            request, calibrated_model.matched_cache, largest_values, models[QDQ_MODEL]
         )
         notes = (*notes, *type_notes)
         # nodes whose values are too large for float16 -> their output: the typed model states their
@@ -344,7 +345,7 @@ class TensorRT(TensorrtOptions, Target):
             request.model,
             largest_values,
             float_type=self.rest,
-            quantized=set(calibrated.matched_cache.plan.int8_nodes),
+            quantized=set(calibrated_model.matched_cache.plan.int8_nodes),
         )
         if typed_model is None:
             notes = (*notes, *_float32_notes(reason_by_float32_node))
@@ -355,7 +356,7 @@ class TensorRT(TensorrtOptions, Target):
     def _write_models(
         self,
         request: BuildRequest,
-        calibrated: _CalibratedModel,
+        calibrated_model: _CalibratedModel,
         models: Mapping[str, onnx.ModelProto],
         float32_nodes: Mapping[str, str],
     ) -> dict[str, Path]:
@@ -363,7 +364,7 @@ class TensorRT(TensorrtOptions, Target):
 
         Args:
             request: the build request.
-            calibrated: the cache.
+            calibrated_model: the cache.
             models: role -> model, as TensorRT reads it.
             float32_nodes: node that TensorRT must run in float32 -> its output tensor.
         """
@@ -373,7 +374,7 @@ class TensorRT(TensorrtOptions, Target):
         files = {}
         if FLOAT_MODEL in models:
             files[FLOAT_MODEL] = request.write(".tensorrt.onnx", models[FLOAT_MODEL])
-            text = trt_cache.dump(calibrated.cache)
+            text = trt_cache.dump(calibrated_model.cache)
             files[CACHE_FILE] = request.write(".tensorrt.cache", text)
             # the origin of the cache; None if it is the user's own
             note_path = cache_tools.write_cache_note(
@@ -389,7 +390,7 @@ class TensorRT(TensorrtOptions, Target):
     def _build_engines(
         self,
         request: BuildRequest,
-        calibrated: _CalibratedModel,
+        calibrated_model: _CalibratedModel,
         files: Mapping[str, Path],
         float32_nodes: Mapping[str, str],
         commands: Sequence[TrtexecCommand],
@@ -398,7 +399,7 @@ class TensorRT(TensorrtOptions, Target):
 
         Args:
             request: the build request.
-            calibrated: the cache and the ranges.
+            calibrated_model: the cache and the ranges.
             files: role (what a file is for) -> file of the target.
             float32_nodes: node that must run in float32 if TensorRT chooses types -> its output.
             commands: commands of trtexec, which become notes if an engine cannot be built here.
@@ -413,10 +414,10 @@ class TensorRT(TensorrtOptions, Target):
         command_notes = [command.sentence for command in commands]
         try:
             engine, engine_notes = engines.build_quantized_engine(
-                self, request, files, calibrated.cache, float32_nodes
+                self, request, files, calibrated_model.cache, float32_nodes
             )
             baselines = engines.build_float_engines(
-                self, request, files, calibrated.ranges, calibrated.version
+                self, request, files, calibrated_model.ranges, calibrated_model.version
             )
         except SdkMissingError as error:
             notes = (f"no engine was built: {error}", *command_notes)

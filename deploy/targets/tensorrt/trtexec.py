@@ -220,9 +220,11 @@ def trtexec_commands(
         commands.append(
             _cache_command(request, files, requirements, version, float_type, float32_nodes)
         )
-        # None if no TensorRT up to 10 reads the Q/DQ model
-        qdq_command = _qdq_command(files, requirements[QDQ_MODEL], float_type, float32_nodes)
-        if qdq_command is not None and not options.dla:
+        qdq_command = None
+        if not options.dla:
+            # still None if no TensorRT up to 10 reads the Q/DQ model
+            qdq_command = _qdq_command(files, requirements[QDQ_MODEL], float_type, float32_nodes)
+        if qdq_command is not None:
             commands.append(qdq_command)
     commands += _typed_commands(files, requirements, version, options.features)
 
