@@ -130,7 +130,8 @@ def check(
     """
     # the files to check, and the float model to compare them with
     dataset = to_dataset(images, preprocess=preprocess, skip_bad=skip_bad, limit=limit)
-    dataset = replace(dataset, split="val")  # if `images` is a data.yaml, which has several splits
+    # a data.yaml has several splits, of which this one is read; other images have none
+    dataset = replace(dataset, split="val")
     if against is not None:
         against, source = open_torch_module(against, dataset.source)
         dataset = replace(dataset, source=source)
@@ -142,19 +143,20 @@ def check(
 
     # run them on the images
     loaded = shipped.loaded
-    labels = to_labels(labels)
-    feed = loaded.open_samples(dataset, labels_by_folder=labels == BY_FOLDER)
+    image_labels = to_labels(labels)
+    feed = loaded.open_samples(dataset, labels_by_folder=image_labels == BY_FOLDER)
     reference, reference_notes = find_reference_model(
         loaded, float_model=None, images=dataset.source
     )
-    all_samples = EvaluationSubset(feed, feed.count)
+    # latency is measured with them: the build's calibration samples are not here
+    latency_samples = EvaluationSubset(feed, feed.count)
     figures = measure_engines(
         reference,
         shipped.targets,
         shipped.results,
-        calibration_samples=all_samples,  # to measure latency with
+        calibration_samples=latency_samples,
         evaluation_feed=feed,
-        objects=apply_labels(labels, feed, loaded.classes),
+        objects=apply_labels(image_labels, feed, loaded.classes),
         metric=make_metric(metric, task or shipped.task or None, loaded.declaration),
         duration_s=duration_s,
         threads=worker_threads(threads),
@@ -429,7 +431,7 @@ def _read_engine(
     target = find_target(path, targets)
     # of an ONNX file, the precision of each node can be read; any other engine counts as int8
     decisions: tuple[Decision, ...] = (_UNLISTED_INT8,)
-    kernel_alert = ""
+    kernel_alert = ""  # if the engine runs on kernels that compute wrongly; "" is left out later
     if target.runs_here:  # its engines are ONNX files, which ONNX Runtime runs on this machine
         model = read_model(path)
         decisions = _engine_decisions(model)

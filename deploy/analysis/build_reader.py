@@ -126,6 +126,7 @@ def verify(folder: Path | str) -> Verification:
                     " its files there; the next build into it finishes that"
                 )
             stored = manifest.read_manifest(path)
+            # `stored.cache`: (path, sha256) of a cache outside the folder
             cache_changed = stored.cache is not None and manifest.cache_changed(*stored.cache)
             changed = manifest.find_changed_files(path, stored)
             return Verification(path, stored, changed, cache_changed)

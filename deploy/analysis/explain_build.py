@@ -185,7 +185,7 @@ class _WorstImages:
             tally.add(inputs, reference, candidate)
             figure = tally.result()
             if figure is not None:
-                task_text = figure.count  # such as "84 of 88"
+                task_text = figure.count  # a text, such as "84 of 88"
                 if not worst_label and not math.isnan(figure.value):
                     rank = figure.value
         name = self._names[self.count]  # as many images were added before this one

@@ -163,10 +163,9 @@ class TorchArguments:
                 [spec.dtype for spec in specs],
                 floating=floating_dtype(module),
             )
-            # named inputs are typed in any order: `indices` are those of `examples` in the order in
-            # which the module takes them
-            indices = accept_named_inputs(module, [spec.name for spec in specs])
-            tensors = tuple(examples[index] for index in indices)
+            # named inputs are typed in any order: `order` has the index in `specs` of each input
+            order = accept_named_inputs(module, [spec.name for spec in specs])
+            tensors = tuple(examples[index] for index in order)
         if note := dict_input_note(module):
             say(note)
         moved_tensors: tuple[torch.Tensor, ...] = move_tensors(tensors, device_of(module))

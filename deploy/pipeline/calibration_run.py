@@ -281,8 +281,9 @@ def observe_here(run: CalibrationRun, decision: CacheDecision) -> PassResult:
     """
     # at most `run.threads`, as many as the memory suffices for
     threads = one_pass.count_workers(decision.missing, run.subject.model, run.threads)
-    # some statistics can only be recorded after others (`preliminary`), for which the first samples
-    # are run before the pass. A checkpoint holds the statistics of the pass itself (`main`)
+    # `schedule` has two kinds of statistics: those that others need are recorded first, on a few
+    # samples before the pass (`preliminary`); the others are recorded in the pass (`main`), and
+    # stored in the checkpoint
     schedule = schedule_observations(decision.missing, decision.observed)
     checkpoint = _open_checkpoint(run, schedule.main)
     statistics = decision.observed

@@ -416,17 +416,21 @@ def _refuse_foreign_cache(policy: CachePolicy, *, is_build: bool) -> None:
     """Refuse to overwrite a file that is no cache, or one that a build ships.
 
     Files that an interrupted build was putting there are completed or removed first.
+
+    `is_build`: the cache is written by a build, which may replace the files of an earlier one.
     """
-    # a cache that is only read is not overwritten, unless another file (`source`) is what is read
+    # with --require-cache or --trust-cache (`reuse_flag`) the cache is only read. If it is read
+    # from another file (`source`), that of this build is written nevertheless
     is_written = policy.source is not None or not policy.reuse_flag
     if policy.path is not None and is_written:
         folder = policy.path.parent
         build_folder = folder.parent if folder.name == RECORDS else folder
         recover(build_folder)
         store.refuse_foreign_cache(policy.path, force=policy.force)
-        # the build's own cache, in its records or where the user wants it, has statistics beside it
-        _, npz_path = store.sidecars(policy.path)
-        is_shipped = is_of_build(policy.path) and not is_of_build(npz_path)
+        # a build lists two kinds of caches among its files: the one that it calibrated with, whose
+        # statistics it lists too, and the copy that it ships, which has none
+        _, statistics_path = store.sidecars(policy.path)
+        is_shipped = is_of_build(policy.path) and not is_of_build(statistics_path)
         if is_shipped and not is_build and not policy.force:
             raise CacheError(
                 f"a calibration must not replace a file of a build, got {policy.path}; name another"

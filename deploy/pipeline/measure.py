@@ -131,22 +131,23 @@ def measure_engines(
     # engines are compared with the float model; those of a Q/DQ model with that model itself
     qdq_outputs = _open_qdq_outputs(loaded)
     reference = qdq_outputs or _choose_reference(float_outputs, observed_outputs, evaluation)
-    check_run_count = float_outputs.runs  # inferences to check the stored outputs
+    # inferences so far: `_choose_reference` checks stored outputs by running the file
+    check_run_count = float_outputs.runs
     float_outputs.close_session()  # frees its weights: stored outputs may suffice from here on
 
     # accuracy: of inner tensors on a few samples, of the outputs on all of them
     opened_results = [result for result in results if result.target not in failures]
     if evaluation_feed is not None:
         evaluation_feed.cache_samples(LAYER_SAMPLES)  # they are used twice, and decoded once
-    if engine_outputs is None or evaluation_feed is not None:
-        engine_outputs = {}  # the search ran calibration samples, not these evaluation samples
+    # the search stored outputs of calibration samples, of no use on other evaluation samples
+    stored_engine_outputs = engine_outputs if evaluation_feed is None else None
     inner_tensors, evaluation_result = _measure_accuracy(
         loaded,
         opened_results,
         target_engines,
         reference,
         evaluation,
-        engine_outputs=engine_outputs,
+        engine_outputs=stored_engine_outputs or {},
         threads=threads,
     )
     failures |= evaluation_result.failures

@@ -237,7 +237,7 @@ def score_reading(
     """
     scores: list[Floats] = []
     less_sure_count = 0
-    for (sample, label), current_sample_scores in zip(samples, current_scores, strict=False):
+    for (sample, label), current_sample_scores in zip(samples, current_scores, strict=True):
         converted_sample = {
             name: renormalize(array, current_preprocess, other_preprocess)
             for name, array in sample.items()

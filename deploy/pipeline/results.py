@@ -332,7 +332,8 @@ def publish_build(
 def model_part(loaded: LoadedModel, *, path: str | None = None) -> ModelPart:
     """Return the float model's part of a report.
 
-    `path`: file that the build saved it in; None names the file that was loaded.
+    `path`: file that the build saved it in. None names the file that was loaded, as it is
+    (`source`) or with other input shapes (`resized_file`), or the model if it was given in memory.
     """
     version_by_domain = {item.domain: item.version for item in loaded.model.opset_import}
     return ModelPart(

@@ -248,14 +248,15 @@ def _urgent_texts(report: Findings) -> tuple[str, ...]:
 
 
 def _shipped_files(report: Findings) -> Iterator[str]:
-    """Yield for each engine which files to ship, as text: its own, or the float model's.
+    """Yield for each quantized engine which files to ship, as text: its own, or the float model's.
 
     An engine that was not built here has no file. Then the files are shipped from which the device
-    builds it. The text that recommends the float model names the files of the engine too.
+    builds it (`shipped`). The text that recommends the float model names the files of the engine
+    too.
     """
     for engine in report.engines:
         target = report.target_of(engine)
-        paths: Iterable[str | None] = (engine.path,)
+        paths: Iterable[str | None] = (engine.path,)  # None if it was not built here
         if target and not engine.path:
             paths = target.shipped
         engine_files = " with ".join(filter(None, paths))

@@ -149,6 +149,7 @@ def _worst_layers(report: Findings) -> Sections:
             if tensor_range is not None:
                 clipped = tensor_range.clipped
                 bar = charts.range_bar(tensor_range)
+            # without the cells of an `accuracy_row` that have no head here
             accuracy_cells = tables.accuracy_row(layer.name, layer)[: len(tables.LAYER_HEADS)]
             cells = [*accuracy_cells, figures.percent(clipped)]
             if has_several_targets:

@@ -400,7 +400,7 @@ def _task_line(report: Findings, label: str) -> ComparisonLine:
     float_model_values = _distinct(map(own_metric_value, accuracies))  # none, or one
     cells = []
     for engine in report.engines:
-        if engine.reference and float_model_values:
+        if engine.reference and float_model_values:  # `reference`: it is the float model
             cells.append(float_model_values[0])
         elif engine.accuracy and engine.accuracy.task:
             cells.append(engine.accuracy.task.count)
