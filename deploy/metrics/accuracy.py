@@ -109,8 +109,9 @@ class Comparison:
         self._errors: dict[OutputSlice, RunningError] = {}
         for part in (*form.complete_outputs, *form.parts):
             error = RunningError(part.label)
-            # the signal of a slice about its mean is the deviation, which needs the sum of values;
-            # a slice that scores weight needs none
+            # if a mean is subtracted, the signal is the deviation from the mean of these samples,
+            # which needs the sum of their values. Values that scores weight (`cell_scores`) are a
+            # signal as they are
             if part in form.means and part.cell_scores is None:
                 error.reference_sum = np.zeros(1)
             self._errors[part] = error
@@ -251,7 +252,8 @@ class Comparison:
                     cosine_mean=figures.cosine_mean,
                     cosine_min=figures.cosine_min,
                     max_abs_error=figures.max_abs_error,
-                    # slices with `less` are rated by limits of their own, weighted ones as usual
+                    # a slice with `less` is rated by other limits. Values that scores weight are
+                    # rated by the usual ones, so `less` stays empty
                     less="" if part.cell_scores else part.subtracted,
                 )
             )

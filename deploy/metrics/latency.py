@@ -122,6 +122,7 @@ class Timing:
             min=values[0],
             max=values[-1],
             mean=mean,
+            # of an even number of values the mean of the two middle ones; p50 is the lower one
             median=statistics.median(values),
             p50=percentile(values, 50),
             p90=percentile(values, 90),
@@ -310,7 +311,7 @@ def measure(
     }
 
 
-def _run_in_calling_thread(sessions: Iterable[Session]) -> bool:
+def _can_use_thread_clock(sessions: Iterable[Session]) -> bool:
     """Whether CPU time of the calling thread measures all sessions that do not time their device.
 
     One clock must serve for all of them. If one session computes in other threads, the calling
@@ -422,7 +423,7 @@ def _run_rounds(
     Returns:
         label -> the session with its times.
     """
-    uses_cpu_time = _run_in_calling_thread(sessions.values())
+    uses_cpu_time = _can_use_thread_clock(sessions.values())
     timed_sessions = {
         label: _TimedSession(session, uses_cpu_time) for label, session in sessions.items()
     }

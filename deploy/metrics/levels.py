@@ -65,23 +65,21 @@ class TaskLoss:
 def measure_loss(accuracy: Accuracy, max_loss: float | None) -> TaskLoss | None:
     """Return how much of the task the engine loses; None if no figure shows it.
 
-    The first of these figures that there is: top-1 by labels, mAP by annotated boxes, the user's
-    metric or the task's agreement, and, if the user set a limit, the worst cosine of a slice.
+    The first of these figures that there is: top-1 by labels, the user's metric, mAP by annotated
+    boxes, the task's agreement, and, if the user set a limit, the worst cosine of a slice.
 
     `max_loss`: loss up to which an engine is good, and above which it is unusable. None uses the
     limits of this file.
     """
-    task = accuracy.task
+    task = accuracy.task  # agreement on the task, or the user's metric, which replaces it
     precision = accuracy.precision
     is_user_metric = task is not None and task.task == "metric"
     if accuracy.top1_reference is not None and accuracy.top1_candidate is not None:
         lost_share = accuracy.top1_reference - accuracy.top1_candidate
-        text = f"top-1 {_percentage_points(-lost_share)}"
-        return _rate_loss(lost_share, max_loss, _LABEL_LIMITS, text)
+        return _rate_lost_points("top-1", lost_share, max_loss)
     if precision is not None and finds_objects(accuracy) and not is_user_metric:
         lost_share = precision.reference - precision.candidate
-        text = f"mAP .50:.95 {_percentage_points(-lost_share)}"
-        return _rate_loss(lost_share, max_loss, _LABEL_LIMITS, text)
+        return _rate_lost_points("mAP .50:.95", lost_share, max_loss)
     if task is not None:
         # boxes that the float model lacks are no loss, but no good sign either
         loss = _rate_loss(task.lost, max_loss, _TASK_LIMITS, task.text)
@@ -97,9 +95,13 @@ def measure_loss(accuracy: Accuracy, max_loss: float | None) -> TaskLoss | None:
     return None
 
 
-def _percentage_points(share: float) -> str:
-    """Return a gained share in percentage points, as "-0.37 points"; no change is "+0.00"."""
-    return f"{100 * share + 0.0:+.2f} points"
+def _rate_lost_points(figure: str, lost_share: float, max_loss: float | None) -> TaskLoss:
+    """Return the loss of a figure by labels, with text such as "top-1 -0.37 points".
+
+    No change is "+0.00 points".
+    """
+    text = f"{figure} {100 * -lost_share + 0.0:+.2f} points"
+    return _rate_loss(lost_share, max_loss, _LABEL_LIMITS, text)
 
 
 def _rate_loss(
@@ -145,7 +147,8 @@ def judge_accuracy(accuracy: Accuracy, max_loss: float | None) -> LevelReasons:
     NaN, Inf and differing shapes; the loss of the task or of labels; the worst slice of the outputs
     that the task does not cover; and the worst slice of all.
 
-    `max_loss`: lost accuracy or share of the task that the user allows; None uses the limits above.
+    `max_loss`: lost accuracy or share of the task that the user allows; None uses the limits of
+    this file.
     """
     for problem in accuracy.problems:
         yield UNUSABLE, problem
@@ -187,10 +190,10 @@ def _rate_slice(worst: SliceAccuracy, *, has_task: bool, has_limit: bool) -> tup
     Args:
         worst: figures of the slice.
         has_task: whether a task or labels judge the engine too.
-        has_limit: whether the user set a limit. A slice from which an input or a mean is subtracted
-            is judged by that limit already, so its SQNR only has to exceed 0 dB.
+        has_limit: whether the user set a limit.
     """
-    subtracted = worst.less
+    subtracted = worst.less  # an input, `SAMPLE_MEAN`, or "" for nothing
+    # the task or the user's limit judges the engine already, so the SQNR only has to exceed 0 dB
     if has_task or (subtracted and has_limit):
         limits = _TASK_SLICE_LIMITS
     elif subtracted:
@@ -248,9 +251,9 @@ def _doubt_outputs(accuracy: Accuracy) -> LevelReasons:
 
 
 def _doubt_top1(accuracy: Accuracy, top1: float, classes: int) -> LevelReasons:
-    """Doubt a float model that is mostly wrong by its labels: its inputs or labels are.
+    """Doubt a float model that is mostly wrong by its labels: then its inputs or labels are wrong.
 
-    To beat chance it must exceed it by three standard deviations of the binomial distribution,
+    To beat chance, top-1 must exceed it by three standard deviations of the binomial distribution,
     which guessing does once in a thousand times. With too few samples for that, only top-1 itself
     is judged.
 
@@ -263,12 +266,12 @@ def _doubt_top1(accuracy: Accuracy, top1: float, classes: int) -> LevelReasons:
     chance = 1 / classes
     spread = 3 * math.sqrt(chance * (1 - chance) / accuracy.samples)
     is_spread_narrow = spread <= (1 - chance) / 2  # else the samples are too few to tell
+    wrong_text = f"{FLOAT_MODEL} is mostly wrong: top-1 {100 * top1:.2f} %"
     if abs(shift) > _MIN_TOP1:
         side = "above" if shift > 0 else "below"
         yield (
             UNUSABLE,
-            f"{FLOAT_MODEL} is mostly wrong: top-1 {100 * top1:.2f} %, but"
-            f" {100 * abs(shift):.0f} % of the labels are the class {side};"
+            f"{wrong_text}, but {100 * abs(shift):.0f} % of the labels are the class {side};"
             f" {SHIFT_LABELS}",
         )
     elif is_spread_narrow and top1 <= chance + spread:
@@ -281,8 +284,8 @@ def _doubt_top1(accuracy: Accuracy, top1: float, classes: int) -> LevelReasons:
     elif top1 < _MIN_TOP1 and chance < _MIN_TOP1 / 2:
         yield (
             DOUBTFUL,
-            f"{FLOAT_MODEL} is mostly wrong: top-1 {100 * top1:.2f} %"
-            f" with {classes} classes; check --preprocess, --mean, --std, --color and the labels",
+            f"{wrong_text} with {classes} classes; check --preprocess, --mean, --std, --color and"
+            " the labels",
         )
 
 

@@ -104,7 +104,10 @@ class RunningError:
     empty: int = 0
 
     def add(self, reference: Array, candidate: Array) -> None:
-        """Add a sample; only count one without values, of two shapes, or with NaN or Inf."""
+        """Add a sample to the sums.
+
+        A sample of two shapes, without values, or with NaN or Inf is not summed, but counted.
+        """
         if reference.shape != candidate.shape:
             self.other_shape += 1
             return
@@ -122,8 +125,8 @@ class RunningError:
                 return
             # else all values are finite, but their squares overflow: figures become Inf or NaN
         self.sums += sample_sums
-        # None: the sum is not wanted. It begins as a single 0; a sample whose size differs from the
-        # first is not added
+        # None: the sum is not wanted. It is a single 0 before the first sample, and has that
+        # sample's size after it; samples of another size are left out of it
         if self.reference_sum is not None and self.reference_sum.size in (1, reference.size):
             self.reference_sum = self.reference_sum + reference.astype(np.float64)
         self.max_values = max(self.max_values, reference.size)
@@ -349,16 +352,14 @@ def find_usual_values(samples: Arrays) -> Array | None:
 
     They vary little if the mean's squares are most of the sum of all squares, the signal. Then even
     a model that always gives the mean would have a good SQNR, so the caller measures the deviation
-    from the mean.
+    from the mean. A single sample does not deviate from its mean, so it has none either.
     """
     shape = samples[0].shape
-    if len(samples) < 2 or samples[0].size == 0:
-        return None
     if any(value.shape != shape or not is_floating(value) for value in samples):
         return None
     values = np.stack(samples)
     if are_in_unit_range(values) and not are_undecided(values).all():
-        return None  # probabilities near 1 vary little too, but their value counts
+        return None  # probabilities near 0 or 1 vary little too, but their value counts
     return find_large_mean(values, np.ones(values.shape))
 
 

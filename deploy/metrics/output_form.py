@@ -114,7 +114,7 @@ def derive_form(
     metric = metric or Metric(None)
     reference_outputs = [drop_text(outputs) for outputs in reference_outputs]
     samples = _split_samples(reference_outputs, inputs, metric.declared)
-    # their size decides how many samples show the task and the slices
+    # the size of the arrays decides how many samples show the task and the slices
     count = form_samples(samples.inputs[0], samples.outputs[0])
     first_samples = replace(samples, inputs=samples.inputs[:count], outputs=samples.outputs[:count])
     task, declared_by = recognise_task(first_samples, metric.task)
@@ -195,7 +195,7 @@ def _choose_slices(
         samples: all samples, whose means are taken.
     """
     slices_by_output = {}
-    value_slices = []  # without changes of an input, which no scores weight
+    value_slices = []  # without those of a change of an input (`subtracted`): no scores weight it
     for name in first_samples.output_names:
         slices_by_output[name] = _slice_output(name, task, first_samples)
         value_slices += [part for part in slices_by_output[name] if not part.subtracted]
@@ -225,7 +225,8 @@ def _choose_means(
     Args:
         slices: of an output that no task reads.
         is_uncovered: whether there is no task, or its figure does not show the output's error.
-        samples: all samples, not only the first: a search puts similar ones first.
+        samples: all samples, and not only the first few: those of a search (`deploy.tuning`)
+            begin with similar ones, whose mean is not that of all.
         scores: slice -> the slice of its scores, which say in which cells it counts.
     """
     weighted_slices = [replace(part, cell_scores=scores.get(part)) for part in slices]

@@ -153,10 +153,11 @@ def _find_outcomes(overlaps: Floats, crowds: Flags, iou: float) -> NDArray[np.in
     is_unmatched = ~crowds  # objects that no box has hit yet
     outcomes = np.full(len(overlaps), _MISS, np.int8)
     for index, box_overlaps in enumerate(overlaps):
-        candidates = np.where(is_unmatched & (box_overlaps >= iou), box_overlaps, 0)
-        if candidates.max(initial=0) > 0:
+        # the overlap with each object that the box may hit, and 0 with all others
+        hit_overlaps = np.where(is_unmatched & (box_overlaps >= iou), box_overlaps, 0)
+        if hit_overlaps.max(initial=0) > 0:
             # COCOeval takes the last object of several with the same overlap
-            matched_object = len(candidates) - 1 - candidates[::-1].argmax()
+            matched_object = len(hit_overlaps) - 1 - hit_overlaps[::-1].argmax()
             is_unmatched[matched_object] = False
             outcomes[index] = _HIT
         elif (box_overlaps[crowds] >= iou).any():
@@ -184,9 +185,9 @@ def _average_precision(outcomes: NDArray[np.int8], object_count: int) -> float:
     precision = hits / np.maximum(hits + misses, 1)
     # the precision of a recall is the best one at this recall or a higher one
     monotonic_precision = np.maximum.accumulate(precision[::-1])[::-1]
-    sample_indices = np.searchsorted(recall, _RECALLS, side="left")
-    # recalls that no box reaches have the index n, where precision is 0
-    return float(np.append(monotonic_precision, 0.0)[sample_indices].mean())
+    # index of the first box that reaches each recall; n if none does, where precision is 0
+    reaching_indices = np.searchsorted(recall, _RECALLS, side="left")
+    return float(np.append(monotonic_precision, 0.0)[reaching_indices].mean())
 
 
 @dataclass(slots=True)
