@@ -128,8 +128,8 @@ def recognise_task(samples: FirstSamples, task: str) -> tuple[EvaluationTask | N
         if declared_task is not None:
             return declared_task, f"by {declared.source}"
     # indices may be an output of any task, so they are tried last
-    rows = [row for name, row in TASKS.items() if name != "indices"]
-    task_by_values = _recognise(samples, rows) or indices.find_integers(samples)
+    other_rows = [row for name, row in TASKS.items() if name != "indices"]
+    task_by_values = _recognise(samples, other_rows) or indices.find_integers(samples)
     return task_by_values, ""
 
 
@@ -165,7 +165,7 @@ def _recognise(samples: FirstSamples, rows: Sequence[TaskRow]) -> EvaluationTask
     their scores. So the outputs are tried without the ArgMax and the embedding, without the ArgMax,
     and all of them.
 
-    `rows`: the tasks to try, in this order.
+    `rows`: of `TASKS`, each the functions that find one task; tried in this order.
     """
     embeddings = vectors.find_embeddings_beside(samples)
     best_classes = frozenset(samples.declared.best_classes)

@@ -191,6 +191,7 @@ def _is_list(decoder: RowDecoder, samples: FirstSamples) -> bool:
     # whole numbers would be classes, and no scores
     has_scores = rows[:, 4].max() <= 1 + UNIT_TOLERANCE and not is_whole[4]
     has_classes = rows[:, 5].min() >= 0 and is_whole[5]
+    # the second argument, cells, is not read: no list has a coding that counts from cells
     corners = CODINGS[decoder.coding].decode(rows[:, :4], rows)
     # the second corner is right of the first and below it
     are_ordered = holds_in_most_rows(corners[:, 2:] >= corners[:, :2])
@@ -215,12 +216,12 @@ def _slice_list(decoder: RowDecoder, samples: FirstSamples) -> SlicesByOutput:
         if has_rows or all(map(_is_number_of_boxes, values, box_counts)):
             slices[name] = ()
     (scores,) = decoder.scores
-    shapes = {value.shape for value in samples.arrays(scores.output)}
-    if len(shapes) > 1:
+    arrays = samples.arrays(scores.output)
+    if len({value.shape for value in arrays}) > 1:
         return slices
     if scores.layout == LIST_NUMBERS:
         slices[scores.output] = (OutputSlice(scores.output),)
-    elif len(shapes.pop()) > 2:  # a list without a batch, [K, 6], would be read as K samples
+    elif arrays[0].ndim > 2:  # a list without a batch, [K, 6], looks like a batch of K samples
         stop = scores.start + 1
         column = OutputSlice(scores.output, axis=-1, start=scores.start, stop=stop)
         slices[scores.output] = (column,)

@@ -247,6 +247,5 @@ def scale_to_pixels(detections: Detections, size: ImageSize) -> Detections:
     """
     if not are_relative(detections.boxes):
         return detections
-    height, width = size
-    boxes = detections.boxes * np.array([width, height, width, height], np.float64)
+    boxes = detections.boxes * np.tile(size[::-1], 2)  # width, height, width, height
     return Detections(boxes, detections.scores, detections.classes)

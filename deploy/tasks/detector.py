@@ -338,9 +338,8 @@ class RowDecoder:
             OtherShapeError: an output has another shape.
         """
         scores = read_columns(self.scores, outputs)
-        has_background = self.background is not None
-        # a list has no `class_count`, and `read_list` reads its scores
-        if scores.shape[1] != (self.class_count or 0) + int(has_background):
+        # `class_count` is None for a list only, whose scores `read_list` reads
+        if scores.shape[1] - (self.background is not None) != self.class_count:
             raise OtherShapeError
         scores = activate(scores, self.activation)
         if self.background is not None:

@@ -266,15 +266,13 @@ def _has_objectness(scores: Array, layout: Layout) -> bool:
     best_others = scores[:, 1:].max(axis=1)
     first_mean = scores[:, 0].mean()
     best_other_mean = best_others.mean()
-    if first_mean < best_other_mean and best_other_mean > MAX_EMPTY_SCORE:
-        # the other columns are high without an object too: they are classes beside an objectness
-        # only if that is low in most rows
-        return _are_mostly_empty(scores[:, 0])
+    if first_mean < best_other_mean:
+        # then an objectness is low in most rows, and the classes are high without an object too
+        return bool(best_other_mean > MAX_EMPTY_SCORE) and _are_mostly_empty(scores[:, 0])
 
-    # the other columns are low as well; then only YOLO v5 and v7 have an objectness, which is the
-    # highest column. Their outputs are rows; YOLO v8 has transposed ones, without an objectness
-    detects_anything = max(first_mean, best_other_mean) > MIN_QUIET_SCORE
-    if layout != ROWS or not detects_anything or first_mean < best_other_mean:
+    # only YOLO v5 and v7 have an objectness that is the highest column. Their outputs are rows;
+    # YOLO v8 has transposed ones, without an objectness
+    if layout != ROWS or first_mean <= MIN_QUIET_SCORE:
         return False
     # a row with an object has a class; the rows of a frequent first class have no other class
     return float(np.average(best_others, weights=scores[:, 0])) > MAX_EMPTY_SCORE
@@ -359,24 +357,22 @@ def _pair_tables(tables: Sequence[_RowTable], *, are_known_boxes: bool) -> RowDe
     boxes = min(box_tables, key=_box_order)  # the likeliest
 
     other_tables = [table for table in tables if table is not boxes]
-    score_tables = (
-        [table for table in other_tables if are_in_unit_range(table.rows)]
-        # raw scores, first those of two columns: an object and the background
-        or [table for table in other_tables if table.width == 2]
-        or other_tables
-    )
-    # of two outputs that may be scores, one of a single column is the gate; it is sorted last
-    score_tables = sorted(score_tables, key=lambda table: table.width == 1)
-    gate_widths = [table.width for table in score_tables[1:]]
-    if not score_tables or gate_widths not in ([], [1]):
+    score_tables = [table for table in other_tables if are_in_unit_range(table.rows)]
+    if not score_tables:  # raw scores: two columns are those of an object and of the background
+        two_column_tables = [table for table in other_tables if table.width == 2]
+        score_tables = two_column_tables or other_tables
+    if not score_tables:
         return None
-    scores, *gates = [table.columns for table in score_tables]
+    # of two outputs that may be scores, one of a single column is the gate; it is sorted last
+    score_table, *gate_tables = sorted(score_tables, key=lambda table: table.width == 1)
+    if [table.width for table in gate_tables] not in ([], [1]):
+        return None
     # what is left may be key points or masks; a decoder carries one such output
     further_columns = [table.columns for table in other_tables if table not in score_tables]
     return RowDecoder(
-        scores=(scores,),
+        scores=(score_table.columns,),
         box_columns=boxes.select_columns(0, boxes.width),
-        gates=tuple(gates),
+        gates=tuple(table.columns for table in gate_tables),
         shape_columns=tuple(further_columns[:1]),
         strides=boxes.strides,
     )
@@ -424,7 +420,8 @@ def _propose_anchor_maps(
 ) -> Iterator[RowDecoder]:
     """Propose raw maps of YOLO v3 to v7, with several anchors per cell, if all outputs are such.
 
-    Their columns are x y w h, an objectness (whether there is any object), and the classes.
+    Their columns are x y w h, an objectness (the probability of any object), and the classes. The
+    objectness is proposed as a gate, which multiplies the scores of the classes.
     """
     levels = []
     for table in tables:
@@ -432,9 +429,9 @@ def _propose_anchor_maps(
             continue
         # an objectness is near 0 nearly everywhere, the numbers of boxes are not
         probabilities = _to_probabilities(table.rows)
-        objectness = probabilities[:, _BOX_WIDTH].mean()
+        mean_objectness = probabilities[:, _BOX_WIDTH].mean()
         box_median = np.median(probabilities[:, :_BOX_WIDTH])
-        if objectness < MAX_EMPTY_SCORE < box_median:
+        if mean_objectness < MAX_EMPTY_SCORE < box_median:
             scores = table.select_columns(_BOX_WIDTH + 1, table.width)
             levels.append(
                 RowDecoder(scores=scores, gates=table.select_columns(_BOX_WIDTH, _BOX_WIDTH + 1))
@@ -576,17 +573,18 @@ def _find_activation(
     if background is None and (are_known_boxes or has_background_column):
         background = column_count - 1  # where DETR and most others have it
 
-    if are_in_unit_range(rows):  # they are probabilities already
-        if column_count == 1 or not sums_to_one(rows).all():
-            return _Activation("")
+    # independent scores are those of a Sigmoid; a Softmax makes scores that sum to 1
+    if are_in_unit_range(rows):  # probabilities already: nothing is missing
         missing_activation = ""
+        is_independent = column_count == 1 or not sums_to_one(rows).all()
     else:
         # if all scores of most rows are below 0, these rows have no class: a Softmax would give one
         has_empty_rows = np.median(rows.max(axis=1)) < 0
         is_sigmoid = column_count == 1 or class_count == column_count
-        if is_sigmoid or (has_empty_rows and not has_background_column):
-            return _Activation("sigmoid")
-        missing_activation = "softmax"
+        is_independent = is_sigmoid or (has_empty_rows and not has_background_column)
+        missing_activation = "sigmoid" if is_independent else "softmax"
+    if is_independent:
+        return _Activation(missing_activation)
     # a Softmax needs a background for the rows without an object
     return None if background is None else _Activation(missing_activation, background)
 
@@ -628,8 +626,7 @@ def _to_relative(numbers: Floats, size: ImageSize | None) -> Floats | None:
         return numbers
     if size is None:
         return None
-    height, width = size
-    return numbers / np.array([width, height, width, height], np.float64)
+    return np.asarray(numbers / np.tile(size[::-1], 2))  # width, height, width, height
 
 
 def read_extra(decoder: RowDecoder, samples: FirstSamples) -> RowDecoder:
@@ -718,22 +715,22 @@ def _slice_separate_outputs(decoder: RowDecoder, samples: FirstSamples) -> Slice
     slices: SlicesByOutput = {}
     for columns in (*decoder.scores, *decoder.gates):
         slices[columns.output] = (OutputSlice(columns.output),)
-    weights = [*_find_weights(decoder, samples)]
+    weights = [*_slice_weights(decoder, samples)]
     for columns_of_levels in (decoder.box_columns, decoder.shape_columns):
         for columns, weight in zip(columns_of_levels, weights, strict=False):
             slices[columns.output] = (OutputSlice(columns.output, cell_scores=weight),)
     return slices
 
 
-def _find_weights(decoder: RowDecoder, samples: FirstSamples) -> Iterator[OutputSlice]:
-    """Yield, for each level, the slice of an output that says which rows hold an object.
+def _slice_weights(decoder: RowDecoder, samples: FirstSamples) -> Iterator[OutputSlice]:
+    """Yield, for each level, the slice that weights its boxes: it says which hold an object.
 
     It holds the gates that multiply the scores, such as an objectness; without gates the scores of
     the classes, without the background.
     """
     levels = decoder.scores
     activation = decoder.activation
-    start = stop = 0  # columns of the scores; 0 and 0 stand for all
+    start = stop = 0  # columns of the slice; a stop of 0 stands for all from `start` on
     if decoder.gates:
         levels = decoder.gates
         activation = decoder.gate_activation

@@ -95,7 +95,8 @@ class Points(PointTask):
         positions = _to_rows(reference[name], point_width)[:, :2]
         candidate_positions = _to_rows(candidate[name], point_width)[:, :2]
         distances = np.linalg.norm(positions - candidate_positions, axis=1)
-        # the extent of the object, which a few points do not show
+        # the extent of the object: of the points that FP32 sees or, if these are too few to show
+        # it, of all points
         if is_present.sum() >= MIN_COUNT:
             positions = positions[is_present]
         extent = np.ptp(positions, axis=0).max()
@@ -126,14 +127,15 @@ POINTS = Form(
 def fit_keypoints(name: str, samples: FirstSamples) -> Points | None:
     """Return the key points of an output that the user or the file says to hold such; else None.
 
-    The last dimension is the numbers per point, 2 to 5. In a flat output it is the number at which
-    points are nearest to the ones before, or 2.
+    The last dimension is the numbers per point, 2 to 5. In a flat output it is the number of 2 to 5
+    by which each point is nearest to the one before, or 2 if points are not in such an order.
     """
     values = samples.arrays(name)
     point_width = values[0].shape[-1] if values[0].ndim in (2, 3, 4) else 0
     if point_width not in _ANY_POINT_WIDTHS:
         if not is_vector(values[0]):
             return None
+        # of the first sample only, since others may have more points or fewer
         point_width = _find_width_by_order(values[:1], _ANY_POINT_WIDTHS) or 2
     if any(value.size % point_width for value in values):
         return None

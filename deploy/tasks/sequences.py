@@ -7,7 +7,7 @@ greedily: repeats merged, blanks dropped. If blanks only follow the last symbol 
 each step is the slot of a symbol, as in number plates, and repeats stay.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -189,15 +189,18 @@ TEXT = Form(
 )
 
 
-def fit_text(name: str, samples: FirstSamples, axes: Sequence[int] = (-1, 1)) -> Text | None:
-    """Return the text of an output that the user or the file says to hold such; else None.
+def fit_text(name: str, samples: FirstSamples) -> Text | None:
+    """Return the text of an output that the user or the file says to hold such; else None."""
+    return next((text for text, _ in _propose_texts(name, samples)), None)
 
-    It has steps along one axis and symbols along the other. The blank is the first or the last
-    symbol, whichever is more frequent.
 
-    `axes`: dimensions that may be those of the symbols; the first that fits is taken.
+def _propose_texts(name: str, samples: FirstSamples) -> Iterator[tuple[Text, list[Array]]]:
+    """Yield (text, scores of its symbols [T, C] in each sample) for each axis of symbols that fits.
+
+    An output has steps along one axis and symbols along the other. The blank is the first or the
+    last symbol, whichever is more frequent.
     """
-    for axis in axes:
+    for axis in (-1, 1):
         tables = _read_step_samples(samples.arrays(name), axis)
         if not tables or tables[0].shape[1] < MIN_SYMBOLS:
             continue
@@ -207,22 +210,17 @@ def fit_text(name: str, samples: FirstSamples, axes: Sequence[int] = (-1, 1)) ->
         blank = symbol_count - 1 if is_blank_last else 0
         # only CTC's text has blanks between symbols; there equal steps in a row are one symbol
         is_ctc = any(_has_symbol_after_blank(steps, blank) for steps in tables)
-        return Text(name, symbol_count, blank, axis, merged=is_ctc)
-    return None
+        yield Text(name, symbol_count, blank, axis, merged=is_ctc), tables
 
 
 def find_text(samples: FirstSamples) -> Text | None:
     """Return the text of the only output, if that is scores of symbols with a blank; else None."""
     if len(samples.names) != 1:
         return None
-    (name,) = samples.names
-    # only networks of pictures give symbols before steps, [N, C, T]
-    axes = (-1, 1) if samples.has_pictures else (-1,)
-    for axis in axes:
-        text = fit_text(name, samples, (axis,))
-        if text is None:
+    for text, tables in _propose_texts(samples.names[0], samples):
+        # only networks of pictures give symbols before steps, [N, C, T]
+        if text.axis == 1 and not samples.has_pictures:
             continue
-        tables = _read_step_samples(samples.arrays(name), axis)
         if _has_input_per_step(tables, samples) or not all(map(_are_symbol_scores, tables)):
             continue
         if _is_blank(text.blank, tables):
@@ -240,7 +238,9 @@ def _has_symbol_after_blank(steps: Array, blank: int) -> bool:
 
 
 def _is_blank(blank: int, tables: Arrays) -> bool:
-    """Whether a symbol is CTC's blank: it is frequent, and others last few steps between blanks.
+    """Whether a symbol is CTC's blank: it is frequent, and other symbols last few steps.
+
+    There are also few steps from one blank to the next.
 
     `tables`: scores of the symbols at each step, [T, C], of each sample.
     """
@@ -250,8 +250,9 @@ def _is_blank(blank: int, tables: Arrays) -> bool:
     previous_symbols = symbols[:-1]
     current_symbols = symbols[1:]
     is_symbol = current_symbols != blank
-    run_count = int((is_symbol & (current_symbols != previous_symbols)).sum())  # runs of one symbol
-    word_count = int((is_symbol & (previous_symbols == blank)).sum())  # runs between blanks
+    # a run is the steps of one symbol, a word the steps from one blank to the next
+    run_count = int((is_symbol & (current_symbols != previous_symbols)).sum())
+    word_count = int((is_symbol & (previous_symbols == blank)).sum())
     max_step_count = min(MAX_SYMBOL_STEPS * run_count, MAX_WORD_STEPS * word_count)
     blank_share = np.mean(np.concatenate(best_symbols) == blank)
     is_frequent = MIN_BLANK_SHARE <= blank_share < 1

@@ -57,10 +57,9 @@ class Top1:
         self.samples += 1
         if self.output_name is None:
             self.output_name = _choose_output(reference)
-        scores = reference[self.output_name]
-        candidate_scores = candidate[self.output_name]
-        reference_class, candidate_class = read_classes(scores, candidate_scores)
-        self.score_count = None if _holds_numbers(scores) else scores.size
+        output = reference[self.output_name]  # scores of classes, or class numbers
+        reference_class, candidate_class = read_classes(output, candidate[self.output_name])
+        self.score_count = None if _holds_numbers(output) else output.size
         if reference_class is not None:
             self.class_counts[reference_class] += 1
             self.equal += int(reference_class == candidate_class)
@@ -116,8 +115,8 @@ class Top1:
                 f"there must be one label a sample, got {len(self.labels)} labels"
                 f" for {self.samples} samples"
             )
-        # if most shifted labels are above the float model's class, their share is positive, and
-        # negative if most are below it
+        # labels may be the class above the float model's (1) or the class below it (-1). The share
+        # of the more frequent case is reported, with the sign of the case
         shift = 1 if self.shifts[1] >= self.shifts[-1] else -1
         # class numbers do not show how many classes there are: two at least, and none above the
         # highest number
@@ -136,13 +135,13 @@ def _choose_output(outputs: Outputs) -> str:
     Raises:
         FeedError: no output holds classes.
     """
-    # they hold scores of classes, or class numbers
+    # outputs of a score for each class, or of class numbers, such as TopK's
     class_outputs = [
         name for name, value in outputs.items() if value.shape[:1] == (1,) and _holds_classes(value)
     ]
-    number_outputs = [name for name in class_outputs if _holds_numbers(outputs[name])]
-    if len(number_outputs) == 1:
-        return number_outputs[0]
+    class_number_outputs = [name for name in class_outputs if _holds_numbers(outputs[name])]
+    if len(class_number_outputs) == 1:
+        return class_number_outputs[0]
     if class_outputs:
         return class_outputs[0]
     raise FeedError(

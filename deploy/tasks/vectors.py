@@ -236,11 +236,12 @@ def find_classes(samples: FirstSamples) -> Classes | None:
             continue
         candidates[name] = rows
 
+    # the outputs of classes: those of probabilities or, if there are none, of raw scores
     names = [name for name, rows in candidates.items() if are_probabilities_or_logs(rows)]
     has_only_vectors = len(vectors) == len(samples.names)
     may_have_others = bool(names) and samples.has_pictures and has_only_vectors
-    # without probabilities, raw scores may be classes, unless there are labels: `find_labels`, a
-    # later task, takes these
+    # independent probabilities beside raw scores are labels: `find_labels`, a later task, takes
+    # these outputs
     if not names and find_labels(samples) is None:
         for name, rows in candidates.items():
             # exporters call raw scores of classes "logits"
@@ -255,9 +256,9 @@ def find_classes(samples: FirstSamples) -> Classes | None:
 def are_raw_scores(rows: Floats, *, is_single: bool) -> bool:
     """Whether vectors [samples, C] are raw scores of classes, in front of a Softmax.
 
-    Of many numbers, as many as an embedding has, the best must stand out as in no embedding. A few
-    numbers must not be a position, a size or a pose; and, if there are other outputs, their Softmax
-    must be sure of its class.
+    Of many numbers, as many as an embedding has, the best must stand out as in no embedding, and
+    the vectors must not all have length 1. A few numbers must not be a position, a size or a pose;
+    and, if there are other outputs, their Softmax must be sure of its class.
 
     `is_single`: whether the model has no other output.
     """
