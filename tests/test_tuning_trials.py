@@ -431,11 +431,18 @@ def doubled(*values):
     return [({"x": row}, {"y": 2 * row}) for row in rows]
 
 
-def make_prober(build_trial, model, samples, **options):
+def make_prober(build_trial, model, samples, isolated_count=1):
     """A prober whose noise is that of the samples' outputs, in the form that these show."""
     inputs, outputs = zip(*samples, strict=True)
     form = derive_form(outputs, inputs=inputs)
-    return probe.Prober(build_trial, fake_request(model), samples, form, runs_here=True, **options)
+    return probe.Prober(
+        build_trial,
+        fake_request(model),
+        samples,
+        form,
+        runs_here=True,
+        isolated_sample_count=isolated_count,
+    )
 
 
 def test_choices_are_tried_once_unless_unbuildable():
@@ -486,7 +493,7 @@ def test_certain_softmax_shows_logit_noise(factor, temperatures):
 def test_layers_alone_run_on_some_samples():
     target = FakeTarget()
     samples = doubled(1, -3, 2)
-    prober = make_prober(target.trial, doubling().model, samples, isolated_sample_count=2)
+    prober = make_prober(target.trial, doubling().model, samples, isolated_count=2)
     off = Choices(method=Method.of("minmax"))
     (full_noise,), (single_noise,) = prober.noises([off]), prober.isolated_noises([off], [["/y"]])
     assert full_noise.powers_by_slice["y"].shape == (3,)
@@ -505,7 +512,7 @@ def test_layers_alone_run_where_they_lose_most(count, has_noise):
     deviating = [(ones, {"y": np.full((1, 4), value, np.float32)}) for value in (4, 3)]
     target = FakeTarget()
     samples = [*doubled(5, -4), *deviating]
-    prober = make_prober(target.trial, doubling().model, samples, isolated_sample_count=count)
+    prober = make_prober(target.trial, doubling().model, samples, isolated_count=count)
     prober.noises([NO_CHOICES])
     (noise,) = prober.isolated_noises([NO_CHOICES], [["/y"]])
     assert list(noise.powers_by_slice["y"] > 0) == has_noise

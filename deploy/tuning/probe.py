@@ -24,7 +24,7 @@ the layers::
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,7 +36,7 @@ from onnx import helper
 
 from deploy.errors import BackendError, Calib8Error, ConfigError
 from deploy.graph.edit import copy_with_outputs
-from deploy.graph.index import PROTOBUF
+from deploy.graph.index import PROTOBUF, all_outputs, names_of
 from deploy.method import Choices
 from deploy.metrics.accuracy import Accuracy, Comparison
 from deploy.metrics.output_form import OutputForm
@@ -174,7 +174,8 @@ class Prober:
         samples: samples with the float model's outputs.
         form: slices and task of the outputs, and the user's metric.
         runs_here: whether ONNX Runtime's int8 kernels run the trials.
-        isolated_sample_count: number of samples for trials of a few layers; None for all.
+        isolated_sample_count: number of samples for isolated trials, which have a few layers in
+            int8 and all others in float.
         isolated_indices: indices of these samples; None until they are selected.
         measures_accuracy: whether to measure the accuracy of trials too.
         progress: called after each trial.
@@ -188,7 +189,7 @@ class Prober:
     samples: Sequence[ReferenceSample]
     form: OutputForm
     runs_here: bool
-    isolated_sample_count: int | None = None
+    isolated_sample_count: int
     isolated_indices: Sequence[int] | None = None
     measures_accuracy: bool = False
     progress: Callable[[], None] = lambda: None
@@ -270,7 +271,8 @@ class Prober:
         or where the float model sees small objects.
         """
         float_slices = self._samples.float_slices
-        count = self.isolated_sample_count or len(float_slices)  # None: all samples
+        count = self.isolated_sample_count
+        # in the order of the trials, so the first one is that of the first trial that could run
         measured_noises = (noise for noise in self._noise_by_key.values() if noise is not None)
         first_noise = next(measured_noises, Noise({}))
         noise_by_sample = first_noise.powers_by_slice.get(
@@ -329,7 +331,8 @@ class Prober:
             model = self.build_trial(self.request.with_added_choices(choices))
             if samples.activations is not None:
                 model = samples.activations.shorten(model)
-            # ONNX Runtime stands in for targets that do not run here: it computes pairs in float
+            # a target that does not run here is imitated in float: ONNX Runtime then computes each
+            # pair of QuantizeLinear and DequantizeLinear as written, without its int8 kernels
             int8_kernels = self.runs_here and not breaks_int8_kernels(model)
             data = model.SerializeToString()
             del model  # its weights need not be in memory while it runs
@@ -346,15 +349,16 @@ class Prober:
         Raises:
             BackendError: ONNX Runtime refused a sample, or the search was interrupted.
         """
-        # a list of detections has no slices: its noise is the loss of the task alone
+        # an output of variable length, such as a list of detections, has no slices (`parts`): its
+        # noise is the loss of the task alone
         is_detection_list = not self.form.parts and self.form.task is not None
-        comparison = None
+        comparison = None  # where only the noise of slices is asked for
         if is_detection_list or self.measures_accuracy:
             comparison = Comparison(self.form)
         input_names = [spec.name for spec in session.inputs]
         # in a sample with less signal than average, noise is relative to the average
         signal_powers = np.maximum(trial_samples.float_powers, self._mean_powers)
-        relative_powers = []  # of the noise: a list for each sample, one number for each slice
+        relative_powers = []  # of the noise, for each sample a list with a number for each slice
         for index, (inputs, float_outputs) in enumerate(trial_samples.samples):
             if self._is_stopped:  # by Ctrl-C
                 raise BackendError("the search was interrupted")
@@ -363,7 +367,7 @@ class Prober:
                 try:
                     with self._metric_lock:
                         comparison.add(inputs, float_outputs, outputs)
-                except ConfigError:  # the user's metric fails: the trial counts as a loss of all
+                except ConfigError:  # the user's metric fails, which counts as a loss of all
                     comparison = None
             slices = self._slice_values(outputs, inputs, float_outputs)
             float_slices = trial_samples.float_slices[index]
@@ -427,9 +431,9 @@ def find_pick_sources(model: onnx.ModelProto) -> dict[tuple[str, int], str]:
 
     Empty if an output is not picked, or only in part.
     """
-    # constant tensors do not depend on inputs' values; picked ones are picked values, or places
-    constant_tensors = {tensor.name for tensor in model.graph.initializer} | {""}
-    picked_tensors: set[str] = set()
+    # tensors that do not depend on the values of the inputs; "" is an input that is left out
+    constant_tensors = names_of(model.graph.initializer) | {""}
+    picked_tensors: set[str] = set()  # computed from nothing but picked values or their places
     sources: dict[tuple[str, int], str] = {}
     for node in model.graph.node:
         gathers_picks = node.op_type in _GATHERING and node.input[1] in picked_tensors
@@ -442,24 +446,35 @@ def find_pick_sources(model: onnx.ModelProto) -> dict[tuple[str, int], str]:
             constant_tensors.update(node.output)
         elif not set(node.input).difference(picked_tensors, constant_tensors):
             picked_tensors.update(node.output)
-    are_all_picked = picked_tensors.issuperset(output.name for output in model.graph.output)
-    return sources if are_all_picked else {}
+    return sources if picked_tensors >= names_of(model.graph.output) else {}
 
 
 def replace_by_sources(
-    model: onnx.ModelProto, samples: Sequence[ReferenceSample], *, keep_outputs: bool, threads: int
+    model: onnx.ModelProto,
+    sources: Iterable[str],
+    samples: Sequence[ReferenceSample],
+    *,
+    keep_outputs: bool,
+    threads: int,
 ) -> list[ReferenceSample]:
     """Return samples whose outputs are the tensors that the float model picks its outputs from.
 
-    `keep_outputs`: whether the samples keep their own outputs too.
+    Args:
+        model: the float model.
+        sources: names of these tensors (`find_pick_sources`).
+        samples: samples with the model's own outputs.
+        keep_outputs: whether the samples keep these too.
+        threads: of one inference.
     """
-    names = list(dict.fromkeys(find_pick_sources(model).values()))
+    names = list(dict.fromkeys(sources))
     session = OrtSession.open(copy_with_outputs(model, names), threads=threads, spin=False)
     replaced_samples: list[ReferenceSample] = []
     for inputs, outputs in samples:
         values = session.run(inputs)
-        sources = {name: values[name] for name in names}
-        replaced_samples.append((inputs, {**outputs, **sources} if keep_outputs else sources))
+        source_values = {name: values[name] for name in names}
+        if keep_outputs:
+            source_values = {**outputs, **source_values}
+        replaced_samples.append((inputs, source_values))
     return replaced_samples
 
 
@@ -477,7 +492,7 @@ def add_source_outputs(
     # the new outputs have the float model's names, whatever the trial calls the tensors
     extended_model = copy_with_outputs(model, sources.values())
     graph = extended_model.graph
-    made_tensors = {name for node in graph.node for name in node.output}
+    made_tensors = all_outputs(graph.node)
     for node in list(graph.node):
         for index, trial_name in enumerate(node.input):
             float_name = sources.get((node.name, index))

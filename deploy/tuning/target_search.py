@@ -245,7 +245,11 @@ def make_prober(
         budget.spend(len(samples))
         # a metric or task of the user's reads the class numbers themselves
         samples = replace_by_sources(
-            model, samples, keep_outputs=form.metric.is_set, threads=request.threads
+            model,
+            sources.values(),
+            samples,
+            keep_outputs=form.metric.is_set,
+            threads=request.threads,
         )
         inputs, source_outputs = zip(*samples, strict=True)
         form = derive_form(source_outputs, inputs=inputs, metric=form.metric)
