@@ -152,10 +152,7 @@ class BudgetSearch:
             step: called after each trial.
         """
         setup = SearchSetup(
-            target=self.target,
-            request=self.request,
-            options=Tuning(effort=_EFFORT),
-            has_fixed_method=True,
+            target=self.target, request=self.request, options=Tuning(effort=_EFFORT)
         )
         members = {name: (name,) for name in self.layers}
         units = Units(members=members, borders=(), layers=(*members,))

@@ -68,7 +68,8 @@ CANDIDATE_COUNT = 48  # evaluation samples to select from
 LARGE_FEED = 128  # samples from which on a few make no difference
 _STRONGEST_STEP = 2  # every second one of the strongest: the very first would dominate
 _MEAN_SAMPLES = 32  # samples that give the mean of what is measured about it
-_MAX_VALUES = 5_000_000  # input values of all samples: a large one shows as much as many small
+# input values of all samples: a large one shows as much as many small, and gives a repair as much
+_MAX_VALUES = 5_000_000
 _FIRST_SAMPLES = 12, CANDIDATE_COUNT  # numbers that a verdict may rest on, before all are run
 MOST_OUTPUT_BYTES = MOST_BYTES // 8  # on disk, of one judged model; a search judges about eight
 
@@ -76,7 +77,7 @@ MOST_OUTPUT_BYTES = MOST_BYTES // 8  # on disk, of one judged model; a search ju
 def max_sample_count(evaluation_set: EvaluationSet) -> int:
     """Return how many samples are enough for their size."""
     sample, _ = next(iter(evaluation_set.samples_with_outputs(CANDIDATE_COUNT)))
-    return _max_count(sample)
+    return enough_samples(sample)
 
 
 def select_samples(
@@ -112,8 +113,8 @@ def same_shape_samples(samples: Sequence[Sample]) -> list[Sample]:
     return [sample for sample in samples if _shapes(sample) == _shapes(median_sample)]
 
 
-def _max_count(sample: Sample) -> int:
-    """Return how many samples of this size are enough."""
+def enough_samples(sample: Sample) -> int:
+    """Return how many samples of this size are enough: fewer the larger they are, maybe none."""
     return _MAX_VALUES // max(_count_values(sample), 1)
 
 
@@ -136,13 +137,15 @@ def _measure_candidates(
     remaining_candidates = iter(candidates)
     first_candidate = next(remaining_candidates)
     # the form holds means of values that vary little: they take more samples, as memory allows
-    mean_count = min(_MEAN_SAMPLES, _max_count(first_candidate[0]))
+    mean_count = min(_MEAN_SAMPLES, enough_samples(first_candidate[0]))
+    # the form is derived from the first candidates; `all_candidates` yields these too
     form, all_candidates = derive_from_first(
         chain([first_candidate], remaining_candidates), metric, min_count=mean_count
     )
 
     def slice_values() -> Iterator[list[Array]]:
         for sample, outputs in all_candidates:
+            # the float model is its own reference
             yield [form.slice_values(part, outputs, sample, outputs) for part in form.parts]
 
     return slice_signals(form, slice_values()), form
@@ -164,8 +167,8 @@ class GrowingComparison:
     """Comparison of a model with the float one on a growing number of evaluation samples.
 
     Attributes:
-        keys: keys of the samples that were run.
-        box_keys: keys of those in which the float model found boxes.
+        keys: keys of the samples that were run, in that order.
+        box_keys: keys of those of them in which the float model found boxes.
         outputs: of the model, by sample key, as far as they are stored; none of a model with
             states, whose outputs depend on the samples before.
     """
@@ -198,6 +201,7 @@ class GrowingComparison:
         self._own_states = OwnStates(states)
         self.keys: list[int] = []
         self.box_keys: list[int] = []
+        # `SampleCache` stores the outputs of these samples only
         stored_keys = evaluation_set.subset.keys if stores_outputs and not states else ()
         self.outputs = SampleCache(stored_keys, max_bytes=MOST_OUTPUT_BYTES)
 
@@ -224,7 +228,7 @@ class GrowingComparison:
             self._run,
             self._add,
             threads=threads,
-            first_number=len(self.keys) + 1,
+            first_number=len(self.keys) + 1,  # samples have their numbers over all calls
         )
         return self._comparison.result()
 
@@ -314,8 +318,9 @@ class VerdictPredictor:
                 stores_outputs=True,
             )
             for accuracy in self._accuracies(comparison):
+                # [0]: of the float model. Where its own outputs are not finite, no split helps
                 if any(output.not_finite[0] for output in accuracy.outputs):
-                    return ExpectedVerdict()  # FP32 itself is not finite: no split helps
+                    return ExpectedVerdict()
                 task_loss = measure_loss(accuracy, self.max_loss)
                 levels = self._find_levels(accuracy, noise)
                 if _is_certain(levels, accuracy, task_loss, self.max_loss):
@@ -345,12 +350,11 @@ class VerdictPredictor:
         """Yield the accuracy on a few samples, then on more and on all; each sample runs once.
 
         If the float model finds few boxes, the samples without any could only show new ones. Then
-        those with boxes run, and of the others only what makes up the first few.
+        those with boxes run (`few_box_keys`), and of the others as many as make up the first few.
         """
-        count = len(self.evaluation_set.subset)
+        subset = self.evaluation_set.subset
+        count = len(subset)
         sample_counts = [*(limit for limit in _FIRST_SAMPLES if limit < count), count]
-        # each step of a model with states needs the one before, so none is left out
-        states = self.evaluation_set.subset.states
         if self.few_box_keys:
             sample_counts = [max(1, _FIRST_SAMPLES[0] - len(self.few_box_keys))]
         for max_samples in sample_counts:
@@ -361,7 +365,8 @@ class VerdictPredictor:
                 )
             finally:  # samples that ran before an error are spent too
                 self.count_samples(len(comparison.keys) - earlier_count)
-            if len(comparison.keys) == count and _few_boxes(accuracy) and not states:
+            # each step of a model with states needs the one before, so none may be left out later
+            if len(comparison.keys) == count and _few_boxes(accuracy) and not subset.states:
                 self.few_box_keys[:] = comparison.box_keys
             yield accuracy
 
@@ -401,12 +406,15 @@ def _is_certain(
 ) -> bool:
     """Whether more samples would hardly change the verdict.
 
-    A few samples are not enough if the model has no task, or if the task counts single things, such
-    as boxes, and the samples hold few of them. Nor are they if one more loss among them would
-    exceed the user's limit.
+    Outputs with NaN, Inf or another shape (`accuracy.problems`) are certain. These are not:
+
+    - a verdict between good and unusable;
+    - one on few samples, if the model has no task, or if its task counts single things, such as
+      boxes, and the samples hold few of them;
+    - a good one that one more loss would turn, since it would exceed the user's limit.
 
     Args:
-        levels: of the reasons for a verdict so far.
+        levels: of the reasons for a verdict so far; empty if there are none.
         accuracy: on the samples so far.
         task_loss: loss of the task; None where it is not measured.
         max_loss: the user's limit of it; None for none.
@@ -418,10 +426,11 @@ def _is_certain(
         if task is None or 0 < task.counted < MIN_OBJECTS:
             return False
     if max_loss is not None and task_loss is not None and task_loss.level == GOOD:
+        # images for top-1 accuracy; for a task, what it counts, such as boxes
         counted = accuracy.samples if accuracy.task is None else accuracy.task.counted
         if task_loss.share + 1 / max(counted, 1) > max_loss:
             return False
-    is_extreme = UNUSABLE in levels or levels <= {GOOD}
+    is_extreme = UNUSABLE in levels or levels <= {GOOD}  # without a reason it is good too
     return is_extreme and (task_loss is None or task_loss.sure)
 
 
@@ -440,11 +449,12 @@ def with_held_out_ranges(
     request is unchanged too if the feed is so large that a few samples make no difference.
 
     Args:
-        target: the statistics that it needs are computed.
+        target: the statistics that it needs (`Target.demand`) are computed.
         request: its ranges are those of all samples.
         samples: to leave out.
         count_samples: called with the number of samples that are run for it.
-        observes_again: whether to run all other samples for statistics that cannot be subtracted.
+        observes_again: whether to run all other samples for statistics that cannot be subtracted;
+            if False and there are any, the request is unchanged.
     """
     ranges = request.ranges
     if ranges.trusted is not None:  # read from the user's cache, without statistics
@@ -453,7 +463,7 @@ def with_held_out_ranges(
     if not 0 < other_count < LARGE_FEED:
         return request
     subject = replace(request.subject, sample_count=other_count)
-    # the searches of all targets share it, and add to it what their targets need
+    # the searches of all targets share these, and each adds what its target needs and they lack
     statistics = ranges.compute_once("held out", ObservedStatistics)
     try:
         statistics_to_add = statistics.missing(target.demand(subject))
@@ -461,7 +471,7 @@ def with_held_out_ranges(
         if not observes_again and not are_subtractable:
             return request
         _add_statistics_without(samples, statistics, statistics_to_add, request, count_samples)
-    except SampleChangedError:  # a file of the user changed while it was read: reported
+    except SampleChangedError:  # a file of the user changed while it was read: the user is told
         raise
     except Calib8Error:  # a target that needs all samples, a tensor that only these have
         return request
@@ -501,7 +511,7 @@ def _add_statistics_without(
             statistics |= observe(
                 statistics_to_add,
                 _other_samples(request, held_out_samples),
-                observed=statistics,  # those that were subtracted are not observed again
+                observed=statistics,  # has those that were subtracted: they are not observed again
                 threads=request.threads,
                 progress=step,
             )

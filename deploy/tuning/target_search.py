@@ -69,14 +69,14 @@ class SearchSetup:
         target: the target.
         request: its build request, with evaluation samples.
         options: of the search, with an effort of at least 1.
-        has_fixed_method: whether the range method must stay: the user chose it or trusts a cache.
+        has_fixed_method: whether the user chose the range method, which then stays.
         rounds_weights: whether the build tries adaptive rounding.
     """
 
     target: Target
     request: BuildRequest
     options: Tuning
-    has_fixed_method: bool
+    has_fixed_method: bool = False
     rounds_weights: bool = False
 
     @property
@@ -118,15 +118,26 @@ def run_search(setup: SearchSetup, step: Step) -> tuple[TargetPlan, int]:
         return TargetPlan(), 0
 
     samples, form = _search_samples(setup)
-    timed_samples = same_shape_samples([sample for sample, _ in samples])
+    inputs = [sample for sample, _ in samples]
+    timed_samples = same_shape_samples(inputs)
     cpu_kernels = CPUS.get(setup.options.cpu_kind) if setup.target.runs_here else None
     prices = count_prices(model, units, timed_samples[0], cpu_kernels)
     budget = SearchBudget.for_feed(
         setup.effort.calibrations, len(setup.request.feed), prices.float_total
     )
     build_trial = trial_builder(setup.target, setup.request, rounds_weights=setup.rounds_weights)
-    trial_setup = _with_held_out_ranges(setup, samples, budget)
+    # on samples that gave its ranges, a trial's clipping would seem to cost nothing
+    trial_request = with_held_out_ranges(
+        setup.target,
+        setup.request,
+        inputs,
+        budget.spend,
+        # to observe again takes long, so only until the build's searches know whether to clip
+        observes_again=setup.shared_findings.is_clipping is None,
+    )
+    trial_setup = replace(setup, request=trial_request)
     prober = make_prober(trial_setup, build_trial, samples, form, step, budget)
+    # of an earlier target's search, whose measured noise is compared with
     prober.isolated_indices = setup.shared_findings.isolated_indices
     sizes = SplitSizes(model, units)
     search = Search(
@@ -137,7 +148,7 @@ def run_search(setup: SearchSetup, step: Step) -> tuple[TargetPlan, int]:
         effort=setup.effort,
         weight=setup.options.weight,
         size_of=sizes.of if setup.options.prefer == "size" else None,
-        rounded=setup.rounds_weights or None,
+        rounded=setup.rounds_weights or None,  # None: no plan decides it; False: none is wanted
         shared=setup.shared_findings,
         add_units=find_add_units(model, units),
     )
@@ -195,24 +206,6 @@ def _search_samples(setup: SearchSetup) -> tuple[Sequence[ReferenceSample], Outp
     )
 
 
-def _with_held_out_ranges(
-    setup: SearchSetup, samples: Sequence[ReferenceSample], budget: SearchBudget
-) -> SearchSetup:
-    """Return the setup with ranges that are made without the samples that the trials run.
-
-    On samples that gave its ranges, a trial's clipping would seem to cost nothing.
-    """
-    request = with_held_out_ranges(
-        setup.target,
-        setup.request,
-        [sample for sample, _ in samples],
-        budget.spend,
-        # that takes long, so only until a search of the build has decided whether to clip
-        observes_again=setup.shared_findings.is_clipping is None,
-    )
-    return replace(setup, request=request)
-
-
 def make_prober(
     setup: SearchSetup,
     build_trial: TrialBuilder,
@@ -254,7 +247,7 @@ def make_prober(
         inputs, source_outputs = zip(*samples, strict=True)
         form = derive_form(source_outputs, inputs=inputs, metric=form.metric)
         build_trial = partial(_trial_with_sources, build_trial, sources)
-    # of fewer samples, isolated layers run on the same share of them
+    # an effort gives the samples of isolated trials out of `TRIAL_SAMPLES`; here their share counts
     isolated_count = len(samples) * setup.effort.isolated_samples // TRIAL_SAMPLES
     return Prober(
         build_trial,
@@ -283,8 +276,8 @@ def _methods(setup: SearchSetup) -> list[Method | None]:
 
     The others are all comparable ones in the first search of a build, and in the searches of
     further targets those that the first one found best. There are no others if the user chose the
-    method. None stands for ranges that no method can change: the target's own, or those of a
-    trusted cache.
+    method. None stands for ranges that no method of calib8 sets: those of a trusted cache, or those
+    of a target that finds its own, which may have alternatives.
     """
     if setup.request.ranges.trusted is not None:
         return [None]
@@ -327,11 +320,12 @@ def _split_chooser(
         max_loss=setup.options.max_loss,
         form=form,
         count_samples=budget.spend,
+        # one list for the searches of all targets: `compute_once` makes an empty one in the first
         few_box_keys=setup.request.ranges.compute_once("few boxes", list[int]),
     )
     target = setup.target
     measure: Callable[[Sequence[Trial]], Sequence[float]] | None = None
-    # on a CPU here only a large model is; a connected device times models of any size
+    # on this CPU only a large model is timed; on a connected device, a model of any size
     is_worth_timing = not target.runs_here or search.prices.float_total >= _MIN_TIMED_PRICE
     if setup.options.is_timed and is_worth_timing and has_device(target):
         all_nodes = search.units.node_names(search.units.members)
@@ -342,7 +336,8 @@ def _split_chooser(
 
     def judge(trial: Trial) -> ExpectedVerdict:
         request = setup.request.with_added_choices(trial.choices)
-        if target.evaluated == target.trial:  # the same method
+        # a target without a model of its own for evaluation has one method under both names
+        if target.evaluated == target.trial:
             model = build_trial(request)
         else:
             model = evaluated_model(target, request, rounds_weights=setup.rounds_weights)

@@ -88,14 +88,14 @@ def plan_target(
         target=target,
         request=request,
         options=options,
-        has_fixed_method=has_method or request.ranges.trusted is not None,
+        has_fixed_method=has_method,
         rounds_weights=rounds_weights,
     )
     # node that the plan file has in float for every target -> the reason
     pinned_nodes = dict.fromkeys(
         match_nodes(request.model, earlier_plans.float_nodes), "the plan keeps it in float"
     )
-    digest = _digest_of_input(setup, has_method)
+    digest = _digest_of_input(setup)
     earlier_plan = _find_earlier_plan(target, options, earlier_plans)
     # the user asked for that plan, or it was made from the same input
     if earlier_plan is not None and _is_followed(options, earlier_plan, digest):
@@ -332,25 +332,23 @@ def _with_pinned(plan: TargetPlan, pinned_nodes: Mapping[str, str]) -> TargetPla
     return replace(plan, choices=choices)
 
 
-def _digest_of_input(setup: SearchSetup, has_method: bool) -> str:
+def _digest_of_input(setup: SearchSetup) -> str:
     """Return a digest of all that a search depends on, except measured times.
 
     A stored plan has this digest; a build with another one does not follow the plan. So neither the
     keys nor the form of their values may change.
-
-    `has_method`: whether the user chose the range method.
     """
     target = setup.target
     request = setup.request
     options = setup.options
-    # a target that does not run here uses neither
+    # without the engine on this machine, neither option decides anything
     timing_options = [options.is_timed, options.cpu_kind] if target.runs_here else None
     parts: dict[str, Any] = {
         "version": _VERSION,
         "model": request.subject.loaded.digest,
         "images": dict(request.manifest),
         "target": repr(target),
-        "method": [request.ranges.chosen_by, has_method],
+        "method": [request.ranges.chosen_by, setup.has_fixed_method],
         "float": sorted(request.subject.float_nodes),
         "rounded": setup.rounds_weights,
         "wish": [options.level, options.prefer, options.max_loss, timing_options],

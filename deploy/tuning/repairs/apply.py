@@ -16,10 +16,10 @@ from deploy.tuning.repairs import TITLE
 from deploy.tuning.repairs.base import RepairInput
 from deploy.tuning.repairs.output_rounding import round_weights, rounded_trial_builder
 from deploy.tuning.repairs.repair_layers import find_weighted_layers
+from deploy.tuning.search_samples import enough_samples
 
 _SAMPLES = 16  # half of them compute the repair, a quarter accepts it
 _MIN_SPLIT = 4  # samples; fewer are not split into halves
-_MAX_VALUES = 5_000_000  # input values to compute a repair from; a large sample gives many patches
 
 
 def repair_samples(evaluation_set: EvaluationSet | None) -> list[Sample]:
@@ -93,17 +93,16 @@ def repair_request(
 def _repair_phase(
     target: Target, request: BuildRequest, samples: Sequence[Sample]
 ) -> Iterator[RepairInput]:
-    """Yield the input of the repair: every other sample, up to a limit, computes it.
+    """Yield the input of the repair; show the progress of the layers while the context is open.
 
+    The repair is computed from every other sample, up to a limit by their size (`enough_samples`).
     Some of the samples between these accept or reject the change of a layer (`held_out`). If
-    samples are few, all of them compute, and none is held out. While the context is open, the
-    progress of the layers is shown.
+    samples are few, it is computed from all of them, and none is held out.
     """
     computing_samples = samples
     held_out_samples = samples[:0]
     if len(samples) >= _MIN_SPLIT:
-        value_count = sum(value.size for value in samples[0].values())  # of one sample
-        computing_count = max(2, _MAX_VALUES // max(value_count, 1))
+        computing_count = max(2, enough_samples(samples[0]))
         computing_samples = samples[0::2][:computing_count]
         # half as many as compute
         held_out_samples = samples[1::2][: (len(computing_samples) + 1) // 2]
