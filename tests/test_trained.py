@@ -802,6 +802,8 @@ def faulty_model(fault):
     q = w.node("QuantizeLinear", ["x", *parameters], "x_q", **axis)
     if fault == "other":
         parameters = [w.hold("s2", np.float32(0.04)), "z"]
+    if fault == "one zero point":
+        parameters = ["s"]  # ONNX's default for the DequantizeLinear is 0
     x = "x" if fault == "alone" else w.node("DequantizeLinear", [q, *parameters], "x_dq", **axis)
     opset = 21 if fault in ("16 bits", *types) else 17
     return w.model(w.conv(x, w.weight("w1", W1)), opset=opset, shape=WIDE_SHAPE)
@@ -816,6 +818,7 @@ def faulty_model(fault):
         ("a channel", "it has a scale a channel"),
         ("alone", "no DequantizeLinear reads it"),
         ("other", "the QuantizeLinear before it has another scale or zero point"),
+        ("one zero point", "the QuantizeLinear before it has another scale or zero point"),
         ("16 bits", "it is quantized to uint16"),
         ("computed", "its scale is computed"),
         ("int4", "it is quantized to int4"),

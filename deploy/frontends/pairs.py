@@ -42,7 +42,6 @@ Q, DQ = "QuantizeLinear", "DequantizeLinear"
 _HALF = 128  # difference of a uint8 code and the int8 code for the same value
 VALUE_KEEPING = MOVES | {"MaxPool", "Cast"}  # every value of their output is a value of their input
 
-
 _INTEGER_OPS = ("QLinear", "QGemm", "QAttention", "ConvInteger", "MatMulInteger", "DynamicQuant")
 
 
@@ -135,10 +134,12 @@ def read_pair_grid(node: onnx.NodeProto, graph: Graph) -> PairGrid:
 def input_grid(node: onnx.NodeProto, graph: Graph, position: int = 0) -> PairGrid:
     """Return scale and zero point of the Q/DQ pair on one input of a layer.
 
+    Between the pair and the layer there may be nodes that keep values, such as a MaxPool.
+
     Args:
         node: the layer.
         graph: index of the model.
-        position: of the input.
+        position: which input, counted from 0.
 
     Raises:
         UnfitError: the input has no pair with a single scale.
@@ -196,7 +197,8 @@ def weight_grid(node: onnx.NodeProto, graph: Graph) -> tuple[PairGrid, NDArray[n
         raise UnfitError("its weight is turned in a way that does not fit it")
     if stored_axes.index(scale_axis % rank) != channel_axis(node, rank):
         raise UnfitError("its weight has no scale by output channel")
-    # a ConvTranspose has a weight [C_in, C_out / groups, ...]; its attribute may be wrong
+    # a ConvTranspose has a weight [C_in, C_out / groups, ...], whose scales serve each group; any
+    # other layer counts as one group. The attribute `group` may be wrong: it cannot exceed C_in
     groups = weight_groups(node)
     if not 1 <= groups <= stored_shape[stored_axes[0]]:
         raise UnfitError("its weight does not fit its number of groups")
@@ -242,7 +244,10 @@ def _code_limits(dtype: np.dtype[Any]) -> tuple[int, int]:
 
 
 def _zero_points(node: onnx.NodeProto, graph: Graph, scale: NDArray[np.float32]) -> NDArray[Any]:
-    """Return the zero points of a Q or DQ node, in the type of its codes; zeros if it has none."""
+    """Return the zero points of a Q or DQ node, in the type of its codes; zeros if it has none.
+
+    `scale`: of the node; zeros have its shape.
+    """
     name = optional_input(node, 2)
     if name:
         if name not in graph.constants:
@@ -257,7 +262,7 @@ def _zero_points(node: onnx.NodeProto, graph: Graph, scale: NDArray[np.float32])
             return np.zeros(scale.shape, to_array(codes).dtype)
         quantizer = graph.find_producer(node.input[0], Q)
         if quantizer is not None:
-            return _zero_points(quantizer, graph, scale)
+            return np.zeros(scale.shape, _zero_points(quantizer, graph, scale).dtype)
         return np.zeros(scale.shape, np.uint8)  # other integers, whose type is not looked up
     elem_type = attributes(node).get("output_dtype", 0) or onnx.TensorProto.UINT8  # ONNX's default
     if elem_type not in helper.get_all_tensor_dtypes():
@@ -270,21 +275,21 @@ _RANGE_KEEPING = MOVES | CUTS | {"MaxPool", "Resize", "Cast"}
 
 
 def spread_ranges(graph: Graph, ranges: Mapping[str, Scale]) -> dict[str, Scale]:
-    """Return the ranges, also those of tensors that are connected by value-keeping nodes.
+    """Return the ranges, and those of further tensors that range-keeping nodes connect with them.
 
     `ranges`: tensor -> the `Scale` that holds its range.
     """
     all_ranges = dict(ranges)
-    moves = [
+    ends = [  # input and output of each node that keeps a range
         (node.input[0], node.output[0])
         for node in graph.nodes
         if node.op_type in _RANGE_KEEPING and keeps_range(graph, node)
     ]
-    for source, output in reversed(moves):
-        # other readers of the source read values that no pair limits to the output's range
+    for source, output in reversed(ends):
+        # not if the source has other readers: they read values that the output's pair does not clip
         if output in all_ranges and graph.only_reader(source) is not None:
             all_ranges.setdefault(source, all_ranges[output])
-    for source, output in moves:
+    for source, output in ends:
         if source in all_ranges:
             all_ranges.setdefault(output, all_ranges[source])
     return all_ranges
