@@ -292,7 +292,7 @@ class OrtSession(CpuSession):
         threads: int | None = None,
         optimize: bool = True,
         spin: bool = True,
-        reuse_memory: bool | None = None,
+        reuse_memory: bool = False,
         int8_kernels: bool = True,
         trace: Path | None = None,
     ) -> OrtSession:
@@ -304,8 +304,8 @@ class OrtSession(CpuSession):
             optimize: False disables graph optimization, so that every tensor of the file exists.
             spin: idle threads spin within a run instead of sleeping, which saves microseconds and
                 occupies the cores; worth it only for timing.
-            reuse_memory: keep memory between runs, in an arena; None keeps it if threads spin,
-                since a session of only a few runs needs none.
+            reuse_memory: keep memory between runs, in an arena. It is always kept if threads spin,
+                in a session for timing; other sessions of only a few runs need none.
             int8_kernels: False computes a Q/DQ model as it is written, with float operators between
                 its pairs; this is for a model that another runtime is to run. A `ModelProto` with
                 fp8 pairs or float16 scales, on which the int8 kernels fail, always runs so.
@@ -319,17 +319,17 @@ class OrtSession(CpuSession):
         threads = usable_cores() if threads is None else threads
         if threads < 1:
             raise BackendError(f"threads must be 1 or more, got {threads}")
-        if reuse_memory is None:
-            reuse_memory = spin
-        options = _make_options(threads, optimize=optimize, spin=spin, reuse_memory=reuse_memory)
+        options = _make_options(
+            threads, optimize=optimize, spin=spin, reuse_memory=reuse_memory or spin
+        )
         if trace is not None:
             options.enable_profiling = True
             options.profile_file_prefix = str(trace)
         disabled_optimizers: Sequence[str] = ()
         if not int8_kernels or breaks_int8_kernels(model):
             options.add_session_config_entry("session.disable_quant_qdq", "1")
-            # for any model, since a file is not looked into here and may have the fp8 pairs that
-            # these optimizers break
+            # not only for a model that is known to have fp8 pairs, which these optimizers break: a
+            # file is not looked into here
             disabled_optimizers = _FP8_BREAKING_OPTIMIZERS
 
         _LOADING_OPTIONS.add(options)  # so that a signal can cancel the loading
@@ -520,8 +520,7 @@ def breaks_int8_kernels(model: Model) -> bool:
         return False
     from onnx import TensorProto
 
-    dequantizers = [node for node in model.graph.node if node.op_type == "DequantizeLinear"]
-    scale_names = {dequantizer.input[1] for dequantizer in dequantizers}
+    scale_names = {node.input[1] for node in model.graph.node if node.op_type == "DequantizeLinear"}
     for tensor in model.graph.initializer:
         if tensor.data_type == TensorProto.FLOAT8E4M3FN:
             return True
