@@ -203,12 +203,12 @@ def fold_affine(graph: onnx.GraphProto, *, excluded: Collection[str] = ()) -> Co
     Returns:
         Operator -> number of nodes that were folded.
     """
-    rule: RewriteRule[_AffineFold] = RewriteRule(
-        pattern=lambda node: node.name not in excluded,
-        rewrite=lambda node, affine_fold: affine_fold.fold(node),
-    )
     affine_fold = _AffineFold(graph)
-    apply_rule(graph, rule, affine_fold)
+    rule: RewriteRule[None] = RewriteRule(
+        pattern=lambda node: node.name not in excluded,
+        rewrite=lambda node, _: affine_fold.fold(node),
+    )
+    apply_rule(graph, rule, scope=None)  # `affine_fold` knows the graph
     return affine_fold.fold_counts
 
 
@@ -324,7 +324,11 @@ class _AffineFold:
     def _store(
         self, layer: onnx.NodeProto, weight: NDArray[Any], bias: NDArray[Any], new_bias_name: str
     ) -> None:
-        """Give a layer its weight and bias; `new_bias_name` is for a layer that had no bias."""
+        """Give a layer its weight and bias.
+
+        `new_bias_name`: for a layer that had no bias; numbered if the name is taken, as by another
+        of the joined layers.
+        """
         self._set_constant(layer, 1, weight, layer.input[1])
         bias_name = optional_input(layer, 2) or unique_name(new_bias_name, self.initializers)
         self._set_constant(layer, 2, bias, bias_name)
@@ -379,7 +383,8 @@ def _read_affine(
     """Return (scale, shift), both [channels], by which a node computes x * scale + shift.
 
     Args:
-        node: a BatchNormalization, Mul, Div, Add or Sub.
+        node: a BatchNormalization, Mul, Div, Add or Sub, whose other input is a constant; that of a
+            Div or Sub is the second one (`_AffineFold._varying_input`).
         weights: name -> initializer.
         channels: number of the channels of x.
         axis: of the channels in x.

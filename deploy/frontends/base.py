@@ -199,7 +199,7 @@ class LoadedModel:
 
         @cache
         def open_session() -> OrtSession:
-            with PROTOBUF:
+            with PROTOBUF:  # worker threads hold this lock while they touch a protobuf message
                 return OrtSession.open(self.model, threads=1, spin=False)
 
         return dataset.open(

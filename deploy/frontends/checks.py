@@ -222,14 +222,16 @@ def type_name(elem_type: int) -> str:
 
 
 def check_values(model: onnx.ModelProto) -> None:
-    """Refuse bfloat16 inputs and weights, which ONNX Runtime does not run on the CPU, NaN and Inf.
+    """Refuse bfloat16, NaN and infinity.
 
-    NaN is refused in any constant, infinity in the weights of a Conv, Gemm or MatMul.
+    bfloat16 is refused in inputs and in the weights of layers (Conv, ConvTranspose, Gemm, MatMul),
+    since ONNX Runtime does not run it on the CPU; NaN in any constant; infinity in the weights of
+    layers. The biases of layers count as weights.
     """
     for value in model.graph.input:
         _refuse_bfloat16(f"input '{value.name}'", value.type.tensor_type.elem_type)
     layers = [node for node in model.graph.node if node.op_type in WEIGHTED]
-    layer_inputs = set(all_reads(layers))  # weights and biases are among them
+    layer_inputs = set(all_reads(layers))  # names; weights and biases are among them
     for tensor in model.graph.initializer:
         if tensor.name in layer_inputs:
             _refuse_bfloat16(f"weight '{tensor.name}'", tensor.data_type)

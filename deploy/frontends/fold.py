@@ -154,7 +154,7 @@ def _read_constant(node: onnx.NodeProto) -> onnx.TensorProto:
     elif attribute.name in ("value_int", "value_ints"):
         dtype = np.int64
     else:
-        raise CannotRewrite("its value is text")
+        raise CannotRewrite("its value is text or sparse")
     value = helper.get_attribute_value(attribute)
     return numpy_helper.from_array(np.asarray(value, dtype), node.output[0])
 
@@ -219,18 +219,19 @@ def unfold_large(graph: onnx.GraphProto, folded_by_output: Mapping[str, onnx.Nod
         name for name in folded_by_output if name in read_counts and sizes[name] > _MAX_GROWTH
     ]
 
-    # tensors that the file has anyway, stored or computed: a recipe reads them at no cost
+    # tensors that the file has anyway, stored or computed; a recipe may read them at no cost
     available_tensors = set(read_counts)
     restored_outputs: set[str] = set()  # outputs of the nodes that are put back
     for name in large_results:
         if weight_read_counts[name] == read_counts[name]:  # only layers read it, as their weight
             result_size = sizes[name] // _INT8_RATIO
-            recipe = _find_recipe(name, folded_by_output, free_tensors=())
+            free_tensors = set[str]()  # none: the recipe would be stored in float besides
         else:
             result_size = sizes[name]
-            other_tensors = available_tensors - {name}  # the recipe is to replace this result
-            recipe = _find_recipe(name, folded_by_output, free_tensors=other_tensors)
-        recipe_outputs, recipe_constants = recipe
+            free_tensors = available_tensors - {name}  # the recipe is to replace this result
+        recipe_outputs, recipe_constants = _find_recipe(
+            name, folded_by_output, free_tensors=free_tensors
+        )
         recipe_size = sum(folded_by_output[output].ByteSize() for output in recipe_outputs)
         recipe_size += sum(sizes[constant] for constant in recipe_constants)
         if recipe_outputs and result_size > recipe_size + _MAX_GROWTH:

@@ -49,6 +49,7 @@ from deploy.frontends.affine import NORM
 from deploy.frontends.checks import is_quantized_node, to_array
 from deploy.frontends.fold import fold_constants
 from deploy.frontends.onnx_reader import MESSAGE_LIMIT
+from deploy.frontends.pairs import DQ
 from deploy.frontends.plugins import CutOffNodes
 from deploy.graph.edit import (
     bypass,
@@ -192,7 +193,10 @@ def complete_axes(model: onnx.ModelProto) -> Counter[str]:
 def _complete_node(node: onnx.NodeProto, scope: OpsetScope, *, counts: Counter[str]) -> Nodes:
     """Return the nodes that name all axes in place of a node; the node itself if it names all.
 
-    `counts`: operator -> number of nodes that were written anew; the node is added here.
+    Args:
+        node: any node of the model.
+        scope: the opset, and what is known of the graph.
+        counts: operator -> number of nodes that were written anew; the node is added here.
     """
     if node.op_type not in COMPLETIONS or node.domain:
         return [node]
@@ -200,7 +204,7 @@ def _complete_node(node: onnx.NodeProto, scope: OpsetScope, *, counts: Counter[s
         nodes = COMPLETIONS[node.op_type](copy_message(node), scope)
     except _FORM_ERRORS:  # an invalid node stays: ONNX Runtime reports what is wrong with it
         return [node]
-    if len(nodes) == 1:  # no node makes new inputs for it: it names all axes already
+    if len(nodes) == 1:  # it named all axes: a new form would come after nodes that make its inputs
         return [node]
     counts[node.op_type] += 1
     return nodes
@@ -442,9 +446,6 @@ def _is_half(value: onnx.ValueInfoProto) -> bool:
     return bool(value.type.tensor_type.elem_type == FLOAT16)
 
 
-_DEQUANTIZE = "DequantizeLinear"
-
-
 def restore_float_weights(model: onnx.ModelProto) -> str:
     """Make integer weights float if nothing else is quantized, in place.
 
@@ -455,13 +456,14 @@ def restore_float_weights(model: onnx.ModelProto) -> str:
         A note for the user; "" for any other model.
     """
     quantized_nodes = list(filter(is_quantized_node, all_nodes(model.graph)))
-    if not quantized_nodes or any(node.op_type != _DEQUANTIZE for node in quantized_nodes):
+    if not quantized_nodes or any(node.op_type != DQ for node in quantized_nodes):
         return ""
     drop_initializer_inputs(model.graph)
     dequantize_constants(model)
     if any(map(is_quantized_node, all_nodes(model.graph))):
         return ""
-    retain_named(model.graph.input, count_reads(model.graph))  # a weight may be among them
+    # a file may also list the float weights, which it computed until now, as inputs
+    retain_named(model.graph.input, count_reads(model.graph))
     return f"Converted {counted(len(quantized_nodes), 'weight')} from stored integers to float."
 
 
@@ -473,7 +475,7 @@ def dequantize_constants(model: onnx.ModelProto, dtype: int | None = None) -> No
     constants = Graph(model).constants
     dequantizers: Nodes = []
     for node in model.graph.node:
-        if node.op_type != _DEQUANTIZE or node.input[0] not in constants:
+        if node.op_type != DQ or node.input[0] not in constants:
             continue
         if dtype in (None, constants[node.input[0]].data_type):
             dequantizers.append(node)

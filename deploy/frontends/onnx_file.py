@@ -142,7 +142,7 @@ def load_onnx(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> Loa
         had_integer_weights=integer_weights_note != "",
         was_training=cleaned.was_training,
         training_notes=tuple(filter(None, cleaned.training_notes)),
-        # newer than ONNX Runtime: it lacks the pairs of this opset, or a kernel of an operator
+        # ONNX Runtime lacks the pairs of this opset (`_clean` lowered it), or an operator's kernel
         was_newer=cleaned.was_newer or kernel_note != "",
     )
     return loaded.with_inputs(_mark_inputs(model, inputs, outputs))
@@ -302,8 +302,12 @@ def _clean(model: onnx.ModelProto, fold_batchnorm: bool) -> _CleanedModel:
     """Return the model in float32, opset 13 or newer, for inference; `model` may change."""
     model.ir_version = max(model.ir_version, _OLDEST_IR)
     removed_count = drop_initializer_inputs(model.graph)  # IR 3 lists weights as inputs
-    input_sentence = "Removed {} from the list of inputs; they are constants now."
-    notes = [checks.check_optimized(model), _note(input_sentence, removed_count, "weight")]
+    notes = [
+        checks.check_optimized(model),
+        _note(
+            "Removed {} from the list of inputs; they are constants now.", removed_count, "weight"
+        ),
+    ]
     clear_negative_sizes(model.graph)
 
     # one operator set, no functions
@@ -336,9 +340,9 @@ def _clean(model: onnx.ModelProto, fold_batchnorm: bool) -> _CleanedModel:
     # fold constants first, since a norm is folded only if its parameters are constant
     model, folding_notes = _fold(model)
     notes += folding_notes
-    training_norms = end_training_mode(model)
+    norm_counts = end_training_mode(model)  # what became of norms in training mode -> number
     training_notes = [
-        _note(sentence, training_norms[outcome], f"{NORM} node")
+        _note(sentence, norm_counts[outcome], f"{NORM} node")
         for outcome, sentence in TRAINING_NOTES.items()
     ]
     if fold_batchnorm:
@@ -350,7 +354,7 @@ def _clean(model: onnx.ModelProto, fold_batchnorm: bool) -> _CleanedModel:
         model=model,
         notes=notes,
         was_float16=float16_note != "",
-        was_training=training_norms["inference"] > 0,
+        was_training=norm_counts["inference"] > 0,
         training_notes=training_notes,
         was_newer=lowering_note != "",
         cut_off=cut_off,

@@ -67,12 +67,12 @@ class StrippedModel:
 
     Attributes:
         model: the float model.
-        float_read_count: number of pairs read by float operators.
+        float_pair_count: number of pairs that a float operator, a subgraph or the user reads.
         grids: tensor of the float model -> the grids of its pairs.
     """
 
     model: onnx.ModelProto
-    float_read_count: int
+    float_pair_count: int
     grids: PairGrids
 
 
@@ -93,9 +93,14 @@ def prepare_qdq_model(quantized: onnx.ModelProto) -> onnx.ModelProto:
             " again"
         )
     model = copy_message(quantized)
-    # ONNX Runtime needs no import of its own domain
-    pair_nodes = [node for node in all_nodes(model.graph) if node.op_type in (Q, DQ)]
-    import_domains(model, [node for node in pair_nodes if node.domain == "com.microsoft"])
+    # a file need not import ONNX Runtime's own domain for pairs: ONNX Runtime loads it without, but
+    # ONNX's checker (`check_part_valid`) does not
+    runtime_pair_nodes = [
+        node
+        for node in all_nodes(model.graph)
+        if node.domain == "com.microsoft" and node.op_type in (Q, DQ)
+    ]
+    import_domains(model, runtime_pair_nodes)
     check_part_valid(model)
     if model.functions:
         model, _ = inline_functions(model)
@@ -196,9 +201,8 @@ def _move_quantizers(model: onnx.ModelProto) -> None:
         grid = find_pair_grid(quantizer, graph)
         if grid is None or not grid.is_per_tensor:
             continue
-        # a Pad with another value than 0 stays
         if node.op_type == "Pad" and not _try_to_pad_floats(node, grid, graph):
-            continue
+            continue  # it pads with another value than 0, and stays between Q and DQ
         replaced_codes.add(quantizer.output[0])
         moved_quantizer = _move_behind(node, quantizer, names)
         # the next node may move it again
@@ -259,15 +263,16 @@ def _try_to_pad_floats(pad: onnx.NodeProto, grid: PairGrid, graph: Graph) -> boo
 def remove_pairs(
     model: onnx.ModelProto, int8_layers: Collection[str], *, keep_rounding: bool
 ) -> StrippedModel:
-    """Return a float copy of a Q/DQ model, and the grids of the removed pairs.
+    """Return a float copy of a Q/DQ model, with the grids and the number of its removed pairs.
 
     The grid of a pair is its scale, zero point and integer type.
 
     Args:
         model: with unique node names.
         int8_layers: names of the layers that round and saturate their input themselves.
-        keep_rounding: put Div, Round, Clip and Mul in the place of a pair for its other readers,
-            which round and saturate as it did. Without it, these read the unrounded float tensor.
+        keep_rounding: whether the other readers of a pair still get rounded and saturated values:
+            Div, Round, Clip and Mul then take the place of the pair. Otherwise they read the float
+            tensor that the pair quantized.
 
     Raises:
         ModelError: integer operators, or pairs that cannot be removed.
@@ -287,7 +292,7 @@ def remove_pairs(
         stripper.new_names.get(tensor, tensor): tuple(tensor_grids)
         for tensor, tensor_grids in stripper.grids.items()
     }
-    return StrippedModel(float_model, stripper.float_read_count, grids)
+    return StrippedModel(float_model, stripper.float_pair_count, grids)
 
 
 class _Stripper:
@@ -299,8 +304,9 @@ class _Stripper:
         self.graph = model.graph
         self.index = Graph(model)
         self.keep_rounding = keep_rounding
+        # names of the int8 layers, and of nodes that only pass values on to these
         self.int8_names = self._find_int8_names(int8_layers)
-        self.float_read_count = 0
+        self.float_pair_count = 0  # see `StrippedModel`
         self.grids: dict[str, list[PairGrid]] = {}  # float tensor -> grids of its pairs
         self.non_negative: set[str] = set()  # tensors without negative values
         self.float_by_pair_output: dict[str, str] = {}  # -> tensor that its readers read instead
@@ -308,7 +314,7 @@ class _Stripper:
         self.names = tensor_names(model.graph)  # of all tensors; it grows by those of new ones
 
     def _find_int8_names(self, int8_layers: Collection[str]) -> set[str]:
-        """Return the int8 layers, and the nodes that pass values on to these only."""
+        """Return the names of the int8 layers, and of nodes that pass values on to these only."""
         index = self.index
         names = names_of(index.nodes).intersection(int8_layers)
         for node in reversed(index.nodes):  # a node's readers come before the node
@@ -381,7 +387,7 @@ class _Stripper:
         ]
         is_read_by_user_or_subgraph = output in index.outputs or output in index.captured
         if is_read_by_user_or_subgraph or len(int8_readers) < len(readers):
-            self.float_read_count += 1
+            self.float_pair_count += 1
             chain = self._find_chain(dequantizer, source)
             if chain:
                 # here int8 layers get the source; later `run` lets the other readers of the pair
@@ -394,9 +400,11 @@ class _Stripper:
     def _bypass_pair(self, dequantizer: onnx.NodeProto, source: str) -> Nodes:
         """Let all readers of a pair read its source, the float tensor that it quantized.
 
-        In two cases the source takes the name of the pair's output, if it can be renamed: if that
-        is an output of the model; and if calib8 wrote the pair, and for this renamed a tensor NAME
-        to NAME/float and let the pair make NAME.
+        In two cases the source takes the name of the pair's output, if it can be renamed:
+
+        * The pair's output is an output of the model.
+        * calib8 wrote the pair. The float model has a tensor NAME; in the Q/DQ model the pair makes
+          NAME, and its source is called NAME/float.
 
         Returns:
             []; or, if the pair makes an output of the model and the source cannot take its name,

@@ -117,7 +117,7 @@ class CutOffNodes:
         self._add_constants(graph, nodes)
         replace_nodes(graph, [*graph.node, *nodes])
 
-        # the inputs and outputs of the complete model, with their types in `model` if it has them
+        # the file's inputs and outputs; one that `model` has too is declared as in `model`
         value_by_name = by_name(map(copy_message, (*graph.input, *graph.output)))
         inputs = [value_by_name.get(value.name, value) for value in file_graph.input]
         outputs = [value_by_name.get(value.name, value) for value in file_graph.output]

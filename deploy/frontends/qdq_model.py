@@ -198,7 +198,7 @@ def _read_calibration(
     return QdqCalibration(
         model=qdq_model,
         name=name,
-        # a `Scale` holds a tensor's range; also those of tensors behind a Transpose, MaxPool, ...
+        # the ranges, also for tensors that a Transpose, MaxPool, ... connects with those of pairs
         scales=spread_ranges(float_graph, ranges),
         weight_scales=weight_scales,
         float_reasons=float_reasons,
@@ -264,7 +264,7 @@ def _read_layers(
                 _check_pairs_around(qdq_node, qdq_graph, nodes_with_output_pair)
                 continue
             scales = _read_weight_scales(qdq_node, qdq_graph)
-            if scales is not None:
+            if scales is not None:  # the node runs in int8 in any case
                 weight_scales[node.name] = scales
         except UnfitError as error:
             float_reasons[node.name] = str(error)

@@ -56,7 +56,7 @@ def read_ultralytics(metadata: ModelMetadata) -> StoredPreprocess | None:
 
     size = _parse_size(metadata.text("imgsz"))
     height, width = size
-    preprocess = _task_preprocess(metadata, size)
+    preprocess = _task_preprocess(metadata, size)  # size and color are set below
     color = _parse_color(metadata.text("channels"))
     version = plain_word(metadata.text("version"))
     size_text = f"{height}" if width == height else f"{height}x{width}"
@@ -80,7 +80,10 @@ def _yolov5_preprocess(metadata: ModelMetadata) -> Preprocess:
 
 
 def _task_preprocess(metadata: ModelMetadata, size: Size) -> Preprocess:
-    """Return the preprocessing of a model's task, without size and color; refuse other tasks."""
+    """Return the preprocessing of a model's task, without size and color; refuse other tasks.
+
+    `size`: of the model's input, to which a classifier resizes the short side.
+    """
     task = metadata.text("task")
     height, width = size
     if task in _BOX_TASKS:
@@ -116,7 +119,7 @@ def _parse_color(text: str | None) -> str:
 
 _PATH = "model_info "  # start of the name of every value
 _VALUE_KEYS = ("mean_values", "scale_values", "resize_type")  # without any there is no model_info
-_RESIZES = {  # by resize_type
+_RESIZES = {  # resize_type -> preprocessing that resizes so
     "standard": Preprocess(),
     "fit_to_window": Preprocess(resize="letterbox", anchor="top-left"),
     "fit_to_window_letterbox": Preprocess(resize="letterbox"),
@@ -130,13 +133,13 @@ def read_openvino(metadata: ModelMetadata) -> StoredPreprocess | None:
     Raises:
         ConfigError: unsupported preprocessing, or invalid values.
     """
-    values = {key: metadata.text(_PATH + key) for key in _VALUE_KEYS}
+    values = {key: _read_value(metadata, key) for key in _VALUE_KEYS}
     if not any(values.values()):
         return None
     resize_type = values["resize_type"] or "standard"
-    pixel_units = metadata.text(f"{_PATH}intensity_mode") or ""
+    pixel_units = _read_value(metadata, "intensity_mode")
     # for pixels of more than 8 bits, which are refused
-    has_max_value = bool(metadata.text(f"{_PATH}intensity_max_value"))
+    has_max_value = _read_value(metadata, "intensity_max_value") != ""
     if _is_true(metadata, "embedded_processing"):
         raise ConfigError("its model preprocesses its input itself")
     if resize_type not in _RESIZES or pixel_units not in _UNITS or has_max_value:
@@ -151,14 +154,19 @@ def read_openvino(metadata: ModelMetadata) -> StoredPreprocess | None:
         scale=_UNITS[pixel_units],
         mean=parse_numbers(values["mean_values"] or "0", "mean_values"),
         std=parse_numbers(values["scale_values"] or "1", "scale_values"),
-        pad=parse_numbers(metadata.text(f"{_PATH}pad_value") or "0", "pad_value"),
+        pad=parse_numbers(_read_value(metadata, "pad_value") or "0", "pad_value"),
     )
     return StoredPreprocess(preprocess)
 
 
 def _is_true(metadata: ModelMetadata, key: str) -> bool:
     """Whether `model_info` has a flag."""
-    return (metadata.text(_PATH + key) or "").lower() in ("true", "yes", "1")
+    return _read_value(metadata, key).lower() in ("true", "yes", "1")
+
+
+def _read_value(metadata: ModelMetadata, key: str) -> str:
+    """Return a value of `model_info`; "" without one."""
+    return metadata.text(_PATH + key) or ""
 
 
 FILE = "infer_cfg.yml"

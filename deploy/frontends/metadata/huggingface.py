@@ -59,7 +59,7 @@ def read_timm_config(metadata: ModelMetadata) -> StoredPreprocess | None:
     """Read a `config.json` with `pretrained_cfg`; None without one.
 
     Raises:
-        ConfigError: see `read_timm`.
+        ConfigError: unsupported preprocessing, or invalid values.
     """
     text = metadata.read_sibling(TIMM_FILE)
     if text is None or _CFG not in text:
@@ -68,6 +68,7 @@ def read_timm_config(metadata: ModelMetadata) -> StoredPreprocess | None:
     if not isinstance(data.get(_CFG), dict):
         return None
     architecture = plain_word(data.get("architecture"))
+    # messages append the detail to the writer's name: "timm, resnet50"
     detail = f", {architecture}" if architecture else ""
     return StoredPreprocess(timm_preprocess(data[_CFG]), detail)
 
@@ -208,9 +209,9 @@ def _read_resize_and_crop(data: Mapping[str, Any], kind: str) -> Preprocess:
     size = data.get("size")
     sides = _as_sides(size)  # "height", "width" or "shortest_edge" -> its length
     if kind.startswith("ConvNext"):
-        # `_as_sides` gives a single number as the height, but here it is a short side; no flag says
-        # that the processor crops
+        # a single number is the short side here, although `_as_sides` gives it as height and width
         short_side = sides.get("shortest_edge", sides.get("height"))
+        # this processor crops by the size, whatever `do_center_crop` says
         return _convnext_resize(preprocess, short_side, data.get("crop_pct"))
     is_cropped = _read_flag(data, "do_center_crop", False)
     if sides.keys() == {"height", "width"} and not is_cropped:
