@@ -77,9 +77,7 @@ class Accuracy:
     @property
     def worst(self) -> SliceAccuracy | None:
         """The slice with the lowest SQNR; the output itself if it is not sliced."""
-        if not self.parts:
-            return None
-        return self.parts[0]
+        return next(iter(self.parts), None)
 
     def to_json(self) -> dict[str, object]:
         """Return plain JSON types, with infinity and NaN as the texts "inf" and "nan"."""

@@ -67,7 +67,8 @@ def time_kernels(
 
     Args:
         path: the engine's file.
-        session: a session of that engine; its runtime and number of threads are used.
+        session: a session of that engine that passes `refuse_untimed`; its runtime and number of
+            threads are used.
         feeds: inputs, used in turn.
         open_session: opens another session of the engine: profiling slows one down for good.
         duration_ms: approximate time to measure; at least 10 and at most 100 runs, after warm-up
@@ -75,7 +76,6 @@ def time_kernels(
         p50_ms: p50 latency of one inference.
 
     Raises:
-        ConfigError: the runtime reports no times of layers.
         BackendError: the runtime refused the engine or an input.
     """
     fitting_runs = duration_ms / max(p50_ms, 1e-3)
@@ -86,14 +86,17 @@ def time_kernels(
             executions.append((name, kind, us / 1e3))
         return _summarize(executions, runs)
 
-    refuse_untimed(path, session)
     profiled_session = open_session()
     assert isinstance(profiled_session, TimesLayers)
     return _summarize(profiled_session.layer_times(feeds, runs), runs)
 
 
 def refuse_untimed(path: Path, session: Session) -> None:
-    """Check that the session's runtime can time kernels or layers."""
+    """Check that the session's runtime can time kernels or layers.
+
+    Raises:
+        ConfigError: it cannot.
+    """
     if not isinstance(session, OrtSession | TimesLayers):
         raise ConfigError(
             "a profile is of ONNX Runtime's kernels or of TensorRT's layers, got another runtime"

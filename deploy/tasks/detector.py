@@ -374,12 +374,11 @@ class RowDecoder:
             cells = list_cells(self.strides, size)
             if len(cells) != row_count:
                 raise OtherShapeError
-        shape_numbers = np.zeros((row_count, 0))
+        shapes = None
         if self.shape_columns:
-            shape_numbers = read_columns(self.shape_columns, outputs, row_count)
-        shapes = self._read_shapes(encoded_boxes, shape_numbers[rows], size, outputs)
-        corners = coding.decode(encoded_boxes, cells[rows])
-        return corners, shapes
+            shape_numbers = read_columns(self.shape_columns, outputs, row_count)[rows]
+            shapes = self._read_shapes(encoded_boxes, shape_numbers, size, outputs)
+        return coding.decode(encoded_boxes, cells[rows]), shapes
 
     def _read_shapes(
         self, boxes: Floats, numbers: Floats, size: ImageSize | None, outputs: Outputs
