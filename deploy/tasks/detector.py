@@ -539,7 +539,7 @@ def holds_in_most_rows(conditions: Flags) -> bool:
 # name of a coding -> the coding; the first that fits is taken
 CODINGS = {
     "distribution": BoxCoding(
-        "4 (m + 1) logits of the distances from the cell to the sides, in strides",
+        "for each side of the box b logits: a distribution of its distance to the cell, in strides",
         "Generalized Focal Loss (Li et al. 2020): PicoDet, NanoDet, YOLO v6 and v8 before decoding",
         are_distributions,
         decode_distances,

@@ -195,7 +195,7 @@ class Indices(EvaluationTask):
 
 INDICES = Form(
     shape="int32 or int64 outputs",
-    values="integers from 0 on that fit no other form",
+    values="integers of 0 or more",
     figure="equal values at the same place; for lists, equal rows in any order",
     source="NonMaxSuppression",
 )

@@ -117,9 +117,9 @@ class Points(PointTask):
 
 
 POINTS = Form(
-    shape="points [N, K, p] or [N, K p]; p is 2 or 3, with `--task` up to 5",
+    shape="[N, K, p] or [N, K p] with p values per point: 2 or 3, with `--task` up to 5",
     values="positions in pixels, [0, 1] or [-1, 1], perhaps with a depth or a score",
-    figure="visible points apart by less than 3 % of the extent of all points",
+    figure="visible points closer than 3 % of the extent of all points",
     source="MediaPipe's hands and faces, MoveNet, PFLD, InsightFace",
 )
 
@@ -306,9 +306,9 @@ class SimccPoints(HeatMaps):
 
 
 SIMCC = Form(
-    shape="[N, K, r W] and [N, K, r H] for a picture of W x H",
-    values="likelihoods of the columns and rows of each point",
-    figure="points no more than two pixels apart",
+    shape="[N, K, r W] and [N, K, r H] with r bins per pixel of the picture",
+    values="for each point, a score for every column and for every row",
+    figure="points at most two pixels apart",
     source="SimCC (Li et al. 2022), RTMPose",
 )
 

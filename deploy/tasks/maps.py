@@ -272,7 +272,7 @@ class MaskMaps(EvaluationTask):
 
 MASKS = Form(
     shape="[N, K, H, W] or [N, H, W, K] with K up to 4; one output, or several of one shape",
-    values="0 to 1, most near 0 or 1, unlike the input picture",
+    values="0 to 1, most near 0 or 1",
     figure="IoU of the pixels above 0.5",
     source="saliency (U2-Net, Qin et al. 2020), text regions",
 )
@@ -374,7 +374,7 @@ HEATMAPS = Form(
     shape="a map for each point, with the aspect ratio of the picture: [N, K, H, W] or"
     " [N, H, W, K]",
     values="about 0 to 1, with one narrow peak in each map",
-    figure="peaks no more than one pixel of the map apart",
+    figure="peaks at most one pixel of the map apart",
     source="HRNet, CenterNet's key points",
 )
 

@@ -75,9 +75,9 @@ class Steps(PlaceTask):
 
 
 STEPS = Form(
-    shape="[N, T, C] or [N, C, T], not after a Sigmoid",
-    values="for each step, the probabilities of C classes or their logarithms",
-    figure="steps of the same class, in the first output that fits",
+    shape="[N, T, C] or [N, C, T]",
+    values="for each step, probabilities of C classes that sum to 1, or their logarithms",
+    figure="steps of the same class",
     source="voice activity, taggers",
 )
 

@@ -179,8 +179,8 @@ class Classes(EvaluationTask):
 
 
 RANKED = Form(
-    shape="integers [N, k] or [N], alone or with scores of the same shape",
-    values="the indices of a TopK at the end of the graph, or one class number",
+    shape="integers [N, k] (the k best classes) or [N], alone or with scores of the same shape",
+    values="class numbers, such as those of a TopK or ArgMax at the end of the graph",
     figure="same best class",
     source="TopK, ArgMax",
 )
@@ -325,9 +325,10 @@ class Labels(PlaceTask):
 
 
 LABELS = Form(
-    shape="[N, 1], [N, 4 or more labels], [N, T] or [N, T, C], computed by a Sigmoid",
-    values="independent probabilities, most near 0 or 1; with `--task` no Sigmoid is needed",
-    figure="probabilities on the same side of 0.5, in the first output that fits",
+    shape="[N, 1], [N, 4 or more labels], [N, T] or [N, T, C]",
+    values="independent probabilities, most near 0 or 1, from a Sigmoid (with `--task` from any"
+    " node)",
+    figure="probabilities on the same side of 0.5",
     source="taggers, voice activity, wake words",
 )
 
@@ -442,8 +443,8 @@ class Embeddings(EvaluationTask):
 
 EMBEDDINGS = Form(
     shape="[N, D] with D of 32 or more",
-    values="vectors of length 1; or values normally distributed around 0; or, from pictures,"
-    " values of 0 or more, with D a multiple of 16",
+    values="vectors of length 1; or values normally distributed around 0; or, for pictures,"
+    " values of 0 or more",
     figure="same nearest neighbour; cosine",
     source="faces, sentences, CLIP",
 )
