@@ -173,7 +173,7 @@ def check(path: Path, model: Path | None) -> None:
     short_help="Leave the worst layers in float until a loss budget holds.",
 )
 @quietable()
-@click.argument("model", type=base.MODEL_FILE)
+@base.model_argument
 @base.general_option("-o", "--out", type=FILE, default=Path("build"), help="Output folder.")
 @base.calibration_option(
     "--ascend-config", type=base.INPUT, help="AMCT's simplified .cfg, or its quant config JSON."
@@ -306,7 +306,7 @@ def _say_result(result: AutoCalibration, model: Path) -> None:
 
 @ascend.command("deploy", cls=base.SectionedCommand, short_help="Files by a record's scales.")
 @quietable()
-@click.argument("model", type=base.MODEL_FILE)
+@base.model_argument
 @click.argument("record", type=base.INPUT, required=False)
 @base.calibration_option(
     "--cache",

@@ -133,6 +133,7 @@ measuring_option = partial(option, section=MEASURING)
 general_option = partial(option, section=GENERAL)
 
 
+model_argument = click.argument("model", type=MODEL_FILE)
 # of a command without sections; needs type= and help=
 out_option = partial(click.option, "-o", "--out", required=True)
 
@@ -246,6 +247,9 @@ class SectionedCommand(click.Command):
                 formatter.write_dl(records_by_section[title])
 
 
+sectioned_command = partial(click.command, cls=SectionedCommand)
+
+
 def section_of(param: click.Parameter) -> str:
     """Return the section of an option; options without one, such as `--help`, are general."""
     return param.section if isinstance(param, SectionOption) else GENERAL
@@ -317,6 +321,11 @@ def refuse_flags(flags: list[str], *, without: str) -> None:
             f"{' and '.join(flags)} {verb} with {without}, which was not given;"
             f" give it too, or leave {pronoun} out"
         )
+
+
+def refuse_image_flags() -> None:
+    """Refuse the options of images that the user gave, if --images was not."""
+    refuse_flags(given_flags_in(IMAGES), without="--images")
 
 
 def refuse_beside(flag: str, *names: str) -> None:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from deploy.feed.feed import Dataset
 
 
-@click.command(cls=base.SectionedCommand, short_help="Latency of one or two models, side by side.")
+@base.sectioned_command(short_help="Latency of one or two models, side by side.")
 @quietable("--json", "--html")
 @click.argument("engine", type=base.InputPath("a model"))
 @base.model_option(
@@ -149,7 +149,7 @@ def bench(
     put_json(json_path, lambda: to_json(report))
 
 
-@click.command(cls=base.SectionedCommand)
+@base.sectioned_command()
 @quietable()
 @click.argument("path", type=base.InputPath("the folder of a build, or an engine"))
 @base.model_option(

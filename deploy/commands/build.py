@@ -53,7 +53,7 @@ metric_option = base.measuring_option(
 
 @click.command(cls=ConfiguredCommand)
 @quietable()
-@click.argument("model", type=base.MODEL_FILE)
+@base.model_argument
 @base.general_option("--out", type=base.FILE, default=Path("build"), help="Output folder.")
 @base.cache_option(
     "--cache", type=base.FILE, help="Calibration cache.  [default: in --out, folder calib8]"
@@ -145,7 +145,7 @@ def build(
         if not is_quantized(model):
             refuse_no_images()  # only a Q/DQ model needs none
         if eval_images is None:
-            base.refuse_flags(base.given_flags_in(base.IMAGES), without="--images")
+            base.refuse_image_flags()
     dataset = images.calibration()
     options = BuildOptions(
         calibration=replace(

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from deploy.targets.tensorrt.cache_match import CacheMatch
     from deploy.targets.tensorrt.infer_scales import InferredScales
 
+_CACHE = click.argument("path", type=FILE, metavar="CACHE")
 _ALGORITHM = click.option(
     "--algorithm",
     type=click.Choice(("EntropyCalibration2", "MinMaxCalibration", "EntropyCalibration")),
@@ -44,7 +45,7 @@ def cache() -> None:
 
 
 @cache.command(short_help="Header and entries of a cache.")
-@click.argument("path", type=FILE, metavar="CACHE")
+@_CACHE
 @click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
 def show(path: Path, as_json: bool) -> None:
     """Print what CACHE was made from, if that is known, its header, and every entry.
@@ -121,7 +122,7 @@ def _scale_text(scale: SupportsFloat | None) -> str:
 
 
 @cache.command(short_help="Rewrite a cache for another TensorRT version.")
-@click.argument("path", type=FILE, metavar="CACHE")
+@_CACHE
 @click.option(
     "--trt-version",
     required=True,
@@ -155,7 +156,7 @@ def relabel(path: Path, trt_version: str, algorithm: str | None, out: Path) -> N
 
 @cache.command(short_help="Check a cache against a model and a TensorRT version.")
 @shows_progress
-@click.argument("path", type=FILE, metavar="CACHE")
+@_CACHE
 @click.option("--model", type=FILE, metavar="ONNX", help="Model the cache should fit.")
 @click.option(
     "--trt-version",
@@ -203,7 +204,7 @@ def check(
 @cache.command("to-qdq", short_help="Convert a cache to a Q/DQ model for TensorRT 10 and 11.")
 @shows_progress
 @click.argument("model", type=FILE, metavar="MODEL.ONNX")
-@click.argument("path", type=FILE, metavar="CACHE")
+@_CACHE
 @out_option(type=OutputFile("model"), help="File to write.")
 @click.option(
     "--keep-batchnorm",

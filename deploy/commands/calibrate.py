@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from deploy.targets import Target
 
 
-@click.command(cls=base.SectionedCommand)
+@base.sectioned_command()
 @quietable()
-@click.argument("model", type=base.MODEL_FILE)
+@base.model_argument
 @base.general_option("-o", "--out", type=base.FILE, help="Cache file.  [default: MODEL.cache]")
 @base.image_option(
     "--shard",
@@ -121,9 +121,9 @@ def _parse_shard(text: str) -> tuple[int, int]:
     return int(number), int(count)
 
 
-@click.command(cls=base.SectionedCommand)
+@base.sectioned_command()
 @quietable()
-@click.argument("model", type=base.MODEL_FILE)
+@base.model_argument
 @click.argument("shards", nargs=-1, required=True, type=base.INPUT)
 @base.general_option("-o", "--out", type=base.FILE, help="Cache file.  [default: MODEL.cache]")
 @target_options(lambda option: option.changes_observations)

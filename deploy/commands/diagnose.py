@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from deploy.targets import Target
 
 
-@click.command(cls=base.SectionedCommand)
+@base.sectioned_command()
 @quietable("--json")
 @click.argument("model", type=base.InputPath("a model"))
 @base.general_option(
@@ -62,7 +62,7 @@ def inspect(
 _DEFAULT_IMAGES = 8  # without --limit; a few images are enough to find the tensor
 
 
-@click.command(cls=base.SectionedCommand)
+@base.sectioned_command()
 @quietable("--json")
 @click.argument("first", type=base.MODEL_FILE)
 @click.argument("second", type=base.MODEL_FILE)
@@ -106,7 +106,7 @@ def compare(
     say_screen(comparison.to_screen())
 
 
-@click.command(cls=base.SectionedCommand)
+@base.sectioned_command()
 @quietable("--json")
 @click.argument("folder", type=base.BUILD_FOLDER)
 @base.general_option(
@@ -159,7 +159,7 @@ def explain(
     say_screen(explanation.to_screen(everything=everything))
 
 
-@click.command(cls=base.SectionedCommand)
+@base.sectioned_command()
 @quietable("--json")
 @click.argument("folders", nargs=-1, required=True, type=base.BUILD_FOLDER)
 @json_option

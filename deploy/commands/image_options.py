@@ -397,7 +397,7 @@ def input_options(purpose: str) -> Decorator:
             """Gather the options of the images, then run the command with them, or None."""
             source = arguments.pop("images")
             if source is None:
-                base.refuse_flags(base.given_flags_in(base.IMAGES), without="--images")
+                base.refuse_image_flags()
             # also without images: it takes their options out of the arguments
             dataset = _take_dataset(arguments, source or "")
             command(dataset=dataset if source else None, **arguments)

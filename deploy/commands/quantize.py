@@ -31,7 +31,7 @@ def _numbers(kind: Callable[[str], Number], what: str) -> Callable[..., list[Num
     return read
 
 
-@click.command(cls=base.SectionedCommand)
+@base.sectioned_command()
 @quietable("--json")
 @click.argument("values")
 @base.option(

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 QDQ = "Quantization"  # section of options that need --qdq
 
 
-@click.command(cls=base.SectionedCommand)
+@base.sectioned_command()
 @quietable()
 @torch_options
 @base.out_option(type=base.OutputFile("model"), help="ONNX file to write.")
@@ -146,12 +146,12 @@ def _refuse_unused_flags(qdq: bool, images: str | None, mode: str) -> None:
             qdq_flags += base.given_flags_in(section)
         base.refuse_flags(qdq_flags, without="--qdq")
     elif not images:
-        base.refuse_flags(base.given_flags_in(base.IMAGES), without="--images")
+        base.refuse_image_flags()
     if mode != "static":
         base.refuse_flags(given_method_flags(), without="--mode static")
 
 
-@click.command(cls=base.SectionedCommand)
+@base.sectioned_command()
 @quietable()
 @click.argument("script")
 @one_target(base.TARGETS)

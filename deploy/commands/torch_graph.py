@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 
-@click.command(cls=base.SectionedCommand)
+@base.sectioned_command()
 @shows_progress
 @torch_options
 @leaf_option
@@ -84,7 +84,7 @@ def trace(
         say_lines("\n" + format_columns([("name", "shape"), *rows]))
 
 
-@click.command(cls=base.SectionedCommand)
+@base.sectioned_command()
 @shows_progress
 @torch_options
 @leaf_option
@@ -123,7 +123,7 @@ def fuse(
             say(compare_speed(module, fused_module, inputs))
 
 
-@click.command(cls=base.SectionedCommand)
+@base.sectioned_command()
 @quietable("--json", "--html")
 @torch_options
 @leaf_option

@@ -607,8 +607,8 @@ def _make_result(
     evaluation_set: EvaluationSet | None = None,
     agreement: HalvesAgreement | None = None,
     notes: tuple[str, ...] = (),
-    warning: str = "",
-    has_random_outputs: bool = False,
+    warning: str,
+    has_random_outputs: bool,
     outliers: Iterable[Outlier] = (),
     checkpoint: Checkpoint | None = None,
 ) -> CalibrationResult:

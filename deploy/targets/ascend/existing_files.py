@@ -417,7 +417,7 @@ def _model_as_recorded(
         recorded_names = [name for name, record in records.items() if record.skip_fusion]
         skipped_names = (*fusion_config.skip_fusion_layers, *recorded_names)
         fusion_config = replace(fusion_config, skip_fusion_layers=skipped_names)
-        unfolded = _find_unfolded_layers(subject, records)
+        unfolded = _find_unfolded_layers(model, graph, subject.unfolded.model, records)
     if not fusion_config.do_fusion or fusion_config.skip_fusion_layers or unfolded:
         model, graph = unfuse_batchnorms(subject, fusion_config, unfolded_layers=unfolded)
         if config_path is not None:  # its checks depend on the form of the model
@@ -425,15 +425,25 @@ def _model_as_recorded(
     return model, graph, config, unfolded
 
 
-def _find_unfolded_layers(subject: CalibrationSubject, records: Records) -> list[str]:
+def _find_unfolded_layers(
+    folded_model: onnx.ModelProto,
+    folded_graph: LayerGraph,
+    original_model: onnx.ModelProto,
+    records: Records,
+) -> list[str]:
     """Return the layers whose scales fit the weights before folding better than those after it.
 
     AMCT folds a BatchNormalization only into a Conv; calib8 also into ConvTranspose and Gemm, and
     constant Muls and Adds into all three. The scales show which tool made the record.
+
+    Args:
+        folded_model: the model after folding, in which each layer has a weight of its own.
+        folded_graph: its layers.
+        original_model: the model before folding.
+        records: layer name -> its entry in the record.
     """
-    # a graph has the layers of a model, an index the values of its constants
-    folded_model, folded_graph = prepare_model(subject.model)
-    unfolded_model, unfolded_graph = prepare_model(subject.unfolded.model)
+    unfolded_model, unfolded_graph = prepare_model(original_model)
+    # the values of their constants
     folded_index = Graph(folded_model)
     unfolded_index = Graph(unfolded_model)
     names = []

@@ -490,8 +490,11 @@ class Ascend(Target):
         alerts = [*recipe.alerts, *self.option_alerts]
         alerts += float16_overflow_alerts(recipe, self.atc_flags)
         inputs = {value.name for value in recipe.model.graph.input}
-        layers = [quant_layer.layer for quant_layer in recipe.layers.values()]
-        int8_conv_inputs = [layer.input for layer in layers if layer.kind == "Conv"]
+        int8_conv_inputs = [
+            quant_layer.layer.input
+            for quant_layer in recipe.layers.values()
+            if quant_layer.layer.kind == "Conv"
+        ]
         if self.first_layer_int8 and inputs.isdisjoint(int8_conv_inputs):
             alerts.append(
                 "--first-layer-int8 has no effect: no convolution that reads the model's input is"

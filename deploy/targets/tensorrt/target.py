@@ -283,13 +283,17 @@ class TensorRT(TensorrtOptions, Target):
             evaluated_role = RUNNABLE_PART
         evaluated_file = files[evaluated_role]
 
+        # role -> opset and operators that TensorRT's parser must know
+        requirements = {
+            role: trtexec.ParserRequirements.of(model) for role, model in written_models.items()
+        }
         commands = trtexec.trtexec_commands(
-            self, request, files, written_models, version, float32_nodes
+            self, request, files, requirements, version, float32_nodes
         )
         default_command = trtexec.shipping_command(
             commands, version, reads_typed=engines.reads_typed(self, version)
         )
-        unread_model = trtexec.find_unread_model(self, written_models, version)
+        unread_model = trtexec.find_unread_model(self, requirements, version)
         # the files that the script's default command reads
         shipped_files = _write_script(request, files, commands, default_command, unread_model)
         engine, baselines, engine_notes, failure = self._build_engines(

@@ -188,7 +188,7 @@ def trtexec_commands(
     options: TensorrtOptions,
     request: BuildRequest,
     files: Mapping[str, Path],
-    models: Mapping[str, onnx.ModelProto],
+    requirements: Mapping[str, ParserRequirements],
     version: str,
     float32_nodes: Collection[str],
 ) -> tuple[TrtexecCommand, ...]:
@@ -203,12 +203,11 @@ def trtexec_commands(
         options: options of the target.
         request: the build request.
         files: role of a file, such as `QDQ_MODEL` -> path.
-        models: role -> the model in that file.
+        requirements: role -> opset and operators that a parser must know to read the model in that
+            file.
         version: TensorRT that the cache is for, "X.Y.Z".
         float32_nodes: nodes that must run in float32 if TensorRT chooses the types.
     """
-    # role -> opset and operators that a parser must know
-    requirements = {role: ParserRequirements.of(model) for role, model in models.items()}
     if options.dla:
         reads_cache = version_label(version) < version_label(_FIRST_WITHOUT_DLA)
     else:  # TensorRT 11 reads no cache, and a cache is for int8 only
@@ -272,18 +271,18 @@ class UnreadModel:
 
 
 def find_unread_model(
-    options: TensorrtOptions, models: Mapping[str, onnx.ModelProto], version: str
+    options: TensorrtOptions, requirements: Mapping[str, ParserRequirements], version: str
 ) -> UnreadModel | None:
     """Return why TensorRT `version` can read none of the models; None if it can read one.
 
-    `models`: role -> model, as written; the first one gives the reason.
+    `requirements`: role of a model -> what a parser must know to read it; the first one gives the
+    reason.
     """
-    requirements = {role: ParserRequirements.of(model) for role, model in models.items()}
     reasons = [requirement.unmet_reason(version) for requirement in requirements.values()]
     if not all(reasons):
         return None
 
-    typed_role = TYPED_MODEL if TYPED_MODEL in models else QDQ_MODEL
+    typed_role = TYPED_MODEL if TYPED_MODEL in requirements else QDQ_MODEL
     # the first version that reads the typed model; None if none does
     first_versions = [requirements[typed_role].first_version(*options.features)]
     if options.precision != FP8 and not options.dla:  # these have commands for the typed model only
