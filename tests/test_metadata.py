@@ -89,6 +89,13 @@ def test_yolov5_classifier_is_cropped_and_normalized():
     assert (preprocess.mean, preprocess.color) == (PRESETS["imagenet"].mean, "rgb")
 
 
+def test_yolov5_classifier_may_have_an_input_without_shape():
+    ends = [make_value("x", None), make_value("y", ("n", 3))]
+    names = {"stride": "32", "names": "['cat', 'dog', 'hen']"}
+    model = save_with_metadata(make_model([("Relu", "x", "y")], ends[:1], ends[1:]), names)
+    assert read_metadata_preprocess(model, None).preprocess.short_side == 224
+
+
 def test_openvino_model_info_is_read():
     entries = {
         "model_info__mean_values": "123.675 116.28 103.53",
@@ -150,6 +157,7 @@ def test_timm_configuration_is_read(tmp_path):
         {"mean": [123.7] * 3},
         {"input_size": [3, 9, 8]},
         {"crop_pct": 0},
+        {"crop_pct": 1e-320},  # the resized side would be infinite
         {"interpolation": ["x"]},
         {"input_size": None},
     ):
@@ -185,6 +193,10 @@ def square(side):
         (
             {"size": 224, "feature_extractor_type": "ConvNextFeatureExtractor"},
             ("short-side", (224, 224), 256),
+        ),
+        (
+            {"size": 8, "crop_pct": 1e-320, "feature_extractor_type": "ConvNextFeatureExtractor"},
+            None,
         ),
         ({"size": 224, "do_center_crop": False}, ("stretch", (224, 224), None)),
         ({"size": {"shortest_edge": 800, "longest_edge": 1333}, "do_pad": True}, None),
@@ -493,6 +505,7 @@ def test_metadata_does_not_change_arrays(yolo_model):
         ("{0: 1, 'a': 'b', 3: ''}", {}),
         ("__import__('os')", {}),
         ("(" * 9999, {}),
+        ("{[]: 'face'}", {}),
         ("3", {}),
         ("", {}),
         (f"['{'x' * 70000}']", {}),

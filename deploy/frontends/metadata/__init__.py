@@ -76,7 +76,8 @@ def read_class_names(model: onnx.ModelProto) -> dict[int, str]:
         return {}
     try:
         names = ast.literal_eval(text)
-    except (ValueError, SyntaxError, RecursionError, MemoryError):  # as of a malicious text
+    # as of a malicious text: a TypeError is that of a list as a key
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
         return {}
     if isinstance(names, list):
         names = dict(enumerate(names))

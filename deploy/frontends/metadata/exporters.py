@@ -70,7 +70,8 @@ def _yolov5_preprocess(metadata: ModelMetadata) -> Preprocess:
     """Return letterbox, or for a classifier `classify_transforms` of `utils/augmentations.py`."""
     if not metadata.is_classifier:
         return find_preset("yolo")
-    side = metadata.shape[-1] or _YOLOV5_CLASSIFIER_SIDE
+    width = metadata.shape[-1] if metadata.shape else None  # no shape: of unknown rank
+    side = width or _YOLOV5_CLASSIFIER_SIDE
     return replace(
         find_preset("imagenet"),
         default_size=(side, side),

@@ -38,6 +38,7 @@ TIMM_FILE = "config.json"
 INTERPOLATIONS = {"bilinear": "area", "bicubic": "area", "lanczos": "lanczos", "nearest": "nearest"}
 _CFG = "pretrained_cfg"
 _DEFAULT_CROP_SHARE = 0.875  # of the short side that timm crops
+_MIN_CROP_SHARE = 1e-6  # a smaller one would resize a picture to sides beyond all limits
 _VALUE_NAMES = ("mean", "std", "input_size", "crop_pct", "crop_mode", "interpolation")
 
 
@@ -92,7 +93,7 @@ def timm_preprocess(data: Mapping[str, Any]) -> Preprocess:
     interpolation = plain_word(data.get("interpolation") or "bicubic")
     # with a smaller share, timm also crops what it has stretched; this is not supported
     is_stretched = crop_mode == "squash" and crop_share == 1
-    is_cropped = crop_mode == "center" and 0 < crop_share <= 1
+    is_cropped = crop_mode == "center" and _MIN_CROP_SHARE <= crop_share <= 1
     if interpolation not in INTERPOLATIONS or not (is_stretched or is_cropped):
         raise ConfigError(
             f"its crop must be of the centre, by a share up to 1, and its interpolation one of"
@@ -233,7 +234,7 @@ def _convnext_resize(preprocess: Preprocess, size: object, crop_pct: object) -> 
     if side >= 384:
         return replace(preprocess, default_size=(side, side))
     share = parse_number(crop_pct, "crop_pct", default=224 / 256)
-    if not 0 < share <= 1:
+    if not _MIN_CROP_SHARE <= share <= 1:
         raise ConfigError(f"its crop_pct must be a share up to 1, got {share:g}")
     return replace(
         preprocess,
