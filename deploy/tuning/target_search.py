@@ -246,7 +246,11 @@ def make_prober(
         )
         inputs, source_outputs = zip(*samples, strict=True)
         form = derive_form(source_outputs, inputs=inputs, metric=form.metric)
-        build_trial = partial(_trial_with_sources, build_trial, sources)
+        build_without_sources = build_trial
+
+        def build_trial(trial_request: BuildRequest) -> onnx.ModelProto:
+            return add_source_outputs(build_without_sources(trial_request), sources)
+
     # an effort gives the samples of isolated trials out of `TRIAL_SAMPLES`; here their share counts
     isolated_count = len(samples) * setup.effort.isolated_samples // TRIAL_SAMPLES
     return Prober(
@@ -260,15 +264,6 @@ def make_prober(
         progress=step,
         count_samples=budget.spend,
     )
-
-
-def _trial_with_sources(
-    build_trial: TrialBuilder,
-    sources: Mapping[tuple[str, int], str],
-    request: BuildRequest,
-) -> onnx.ModelProto:
-    """Return the trial model of a request, with the tensors that its outputs are picked from."""
-    return add_source_outputs(build_trial(request), sources)
 
 
 def _methods(setup: SearchSetup) -> list[Method | None]:
