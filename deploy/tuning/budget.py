@@ -35,7 +35,7 @@ from deploy.tuning.front import find_fastest
 from deploy.tuning.prices import Prices, Units
 from deploy.tuning.probe import ReferenceSample
 from deploy.tuning.repairs.apply import repair_request
-from deploy.tuning.repairs.base import with_model
+from deploy.tuning.repairs.base import with_repaired
 from deploy.tuning.repairs.output_rounding import find_exclusive_layers
 from deploy.tuning.repairs.repair_layers import original_weights, restore_weights
 from deploy.tuning.search import Search
@@ -45,8 +45,8 @@ from deploy.tuning.target_search import SearchSetup, make_prober
 
 _EFFORT = 3  # losses of up to 64 layers are measured one by one
 _SAMPLES = 32  # of each trial
-_SWAPPED = 16  # layers for which other searches are tried
-_WORTH = 0.97  # share of the loss: another search must leave less
+_SWAPPED_LAYERS = 16  # number of layers for which other searches are tried
+_MAX_REMAINING_LOSS = 0.97  # share of the loss: another search for a layer must leave less
 
 
 @dataclass(slots=True, kw_only=True)
@@ -127,11 +127,12 @@ class BudgetSearch:
             return self._with_fewest_float_layers(search, base)
 
         # a single search means that the user configured it for all layers: the weights stay too
-        repaired_search = self._try_rounding(base, step) if len(self.searches) > 1 else None
-        if repaired_search is not None:
-            search, base = repaired_search
-            if self._check_budget(base):
-                return base
+        if len(self.searches) > 1:
+            search_and_trial = self._try_rounding(base, step)
+            if search_and_trial is not None:
+                search, base = search_and_trial
+                if self._check_budget(base):
+                    return base
         losses = search.layer_losses(base)
         # a layer that cannot run alone in int8 has no measured loss
         loss_by_layer = {name: losses.get(name, 0.0) for name in self.layers}
@@ -187,8 +188,8 @@ class BudgetSearch:
     def _try_rounding(self, base: Trial, step: Step) -> tuple[Search, Trial] | None:
         """Try weights that are rounded by output error, in place of `base`.
 
-        Each layer gets the range with which it is nearest to float. If the rounded model loses
-        less than `base`, later trials and the build have these weights too.
+        Each layer gets the range with which it is nearest to float (`find_nearest`). If the rounded
+        model loses less than `base`, later trials and the build have these weights too.
 
         Returns:
             (a search among rounded models, its first trial); None if that loses no less.
@@ -198,6 +199,7 @@ class BudgetSearch:
         subset = request.evaluation_set.subset
         samples = [sample for _, sample in subset.spread_with_keys(len(subset))]
         repaired_request, note = repair_request(self.target, request, samples)
+        # builds all trials of the new search with the rounded weights
         builder = RepairedBuilder(self.target, self.request, repaired_request)
         search = self._make_search(builder, step)
         trials = search.try_choices([repaired_request.choices])
@@ -215,18 +217,21 @@ class BudgetSearch:
         return find_fastest(search, base, splits, self._check_budget)
 
     def _with_swapped_searches(self, search: Search, base: Trial) -> Trial:
-        """Return a trial in which the layers that lose most have another search that loses less."""
+        """Return a trial in which the layers that lose most have another search that loses less.
+
+        `search` runs the trials. The searches that are swapped are those of the target for a
+        layer's range (`searches`).
+        """
         best_trial = base
-        for layer, _ in self.ranking[:_SWAPPED]:
-            choices = []
-            for name, layers in self.searches.items():
+        for layer, _ in self.ranking[:_SWAPPED_LAYERS]:
+            swapped_choices = []
+            for range_search, layers in self.searches.items():
                 if layer in layers:
-                    searches = {**best_trial.choices.searches, layer: name}
-                    choices.append(replace(best_trial.choices, searches=searches))
-            trial = min(
-                search.try_choices(choices, best_trial.in_float), key=_loss, default=best_trial
-            )
-            if _loss(trial) < _WORTH * _loss(best_trial):
+                    search_by_layer = {**best_trial.choices.searches, layer: range_search}
+                    swapped_choices.append(replace(best_trial.choices, searches=search_by_layer))
+            trials = search.try_choices(swapped_choices, best_trial.in_float)
+            trial = min(trials, key=_loss, default=best_trial)
+            if _loss(trial) < _MAX_REMAINING_LOSS * _loss(best_trial):
                 best_trial = trial
         return best_trial
 
@@ -235,6 +240,7 @@ class BudgetSearch:
 
         The result is reported to the user and added to `history`.
         """
+        # the inputs of Adds and the like may be float too, but are no layers to the user
         int8_layers = set(self.layers).difference(trial.in_float, self.node_inputs)
         trial_text = f"{len(int8_layers)} layers in int8"
         with phase(trial_text):
@@ -249,6 +255,7 @@ class BudgetSearch:
                 len(self._evaluation_set.subset), threads=self.request.threads
             )
         loss = loss_of(accuracy)
+        # [0]: samples in which the float model's own output is not finite
         if math.isnan(loss) and any(output.not_finite[0] for output in accuracy.outputs):
             raise FeedError(
                 f"the loss of cosine needs numbers, got: {accuracy.problems[0]}; leave these images"
@@ -287,7 +294,9 @@ class RepairedBuilder:
             return self._repaired.with_choices(choices)
         model = copy_message(self._repaired.model)
         restore_weights(model, self._originals, choices.float_nodes)
-        return with_model(self._repaired.with_choices(choices), model)
+        # its digest stays that of the model with all weights rounded
+        loaded = replace(self._repaired.subject.loaded, model=model)
+        return with_repaired(self._repaired.with_choices(choices), loaded)
 
 
 def loss_of(accuracy: Accuracy) -> float:

@@ -13,7 +13,7 @@ from deploy.frontends.base import model_digest
 from deploy.targets.base import BuildRequest, Target
 from deploy.terminal import phase
 from deploy.tuning.repairs import TITLE
-from deploy.tuning.repairs.base import RepairInput
+from deploy.tuning.repairs.base import RepairInput, with_repaired
 from deploy.tuning.repairs.output_rounding import round_weights, rounded_trial_builder
 from deploy.tuning.repairs.repair_layers import find_weighted_layers
 from deploy.tuning.search_samples import enough_samples
@@ -82,11 +82,9 @@ def repair_request(
         return request, f"{TITLE}: not kept, {error}"
     if outcome is None:
         return request, f"{TITLE}: nothing to repair"
-    rounded_request, text = outcome
-    loaded = rounded_request.subject.loaded
-    loaded = replace(loaded, digest=model_digest(loaded.model))
-    subject = replace(rounded_request.subject, loaded=loaded)
-    return replace(rounded_request, subject=subject), f"{TITLE}: {text}, kept"
+    model, text = outcome
+    loaded = replace(request.subject.loaded, model=model, digest=model_digest(model))
+    return with_repaired(request, loaded), f"{TITLE}: {text}, kept"
 
 
 @contextmanager

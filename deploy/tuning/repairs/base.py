@@ -3,9 +3,8 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import onnx
-
 from deploy.feed.parallel import Sample
+from deploy.frontends.base import LoadedModel
 from deploy.targets.base import BuildRequest, Target
 
 
@@ -24,15 +23,14 @@ class RepairInput:
     target: Target
     samples: Sequence[Sample]
     held_out: Sequence[Sample]
-    progress: Callable[[], None] = lambda: None
+    progress: Callable[[], None]
 
 
-def with_model(request: BuildRequest, model: onnx.ModelProto) -> BuildRequest:
-    """Return the request with a model of other constants; the digest is still the old one.
+def with_repaired(request: BuildRequest, loaded: LoadedModel) -> BuildRequest:
+    """Return the request with a model of other constants.
 
     Ranges that a target computed from the observations are dropped, since weights enter them.
     """
-    loaded = replace(request.subject.loaded, model=model)
     return replace(
         request,
         subject=replace(request.subject, loaded=loaded),

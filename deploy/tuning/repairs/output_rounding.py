@@ -31,7 +31,7 @@ from calibrators.weights import is_depthwise, tight_pair_mask
 from deploy.errors import Calib8Error, counted
 from deploy.method import NO_CHOICES
 from deploy.targets.base import BuildRequest, Target
-from deploy.tuning.repairs.base import RepairInput, with_model
+from deploy.tuning.repairs.base import RepairInput
 from deploy.tuning.repairs.repair_layers import (
     Float64Array,
     FloatArray,
@@ -70,8 +70,8 @@ RoundedWeights = dict[str, RoundedWeight]
 
 def round_weights(
     request: BuildRequest, repair_input: RepairInput
-) -> tuple[BuildRequest, str] | None:
-    """Return the request with rounded weights, and a text for the report.
+) -> tuple[onnx.ModelProto, str] | None:
+    """Return the float model with rounded weights, and a text for the report.
 
     Each weight is rounded up or down so that the output of its layer has the least error. None
     where no weight of an int8 layer changes.
@@ -85,7 +85,7 @@ def round_weights(
         rounded = rounded_by_weight.get(layer.weight)
         if rounded is None or rounded.error_ratio == 1:  # 1: every weight is at its nearest integer
             continue
-        if not quantization.is_nearest:  # AMCT's DMQ rounds the weight times its factors
+        if not quantization.is_nearest:  # with this request's choices AMCT rounds it in its own way
             continue
         arrays[layer.weight] = rounded.weight
         error_ratios.append(rounded.error_ratio)
@@ -98,7 +98,7 @@ def round_weights(
         mean_ratio = math.exp(mean_log)  # the geometric mean, as suits ratios
         effect = f"squared error on other samples {100 * (mean_ratio - 1):+.0f} %"
     text = f"{counted(len(arrays), 'layer')}, {effect}"
-    return with_model(request, with_constants(request.model, arrays)), text
+    return with_constants(request.model, arrays), text
 
 
 def rounded_trial_builder(
@@ -111,7 +111,8 @@ def rounded_trial_builder(
     target = repair_input.target
     rounded_by_weight = _round_all_weights(request, repair_input)
     arrays = {name: rounded.weight for name, rounded in rounded_by_weight.items()}
-    rounded_loaded = with_model(request, with_constants(request.model, arrays)).subject.loaded
+    rounded_model = with_constants(request.model, arrays)
+    rounded_loaded = replace(request.subject.loaded, model=rounded_model)
     layers = [layer for layer in find_exclusive_layers(request.model) if layer.weight in arrays]
     originals = original_weights(request.model, layers)
 
@@ -179,17 +180,18 @@ def _round_for_targets(
     rounded_layers: set[str] = set()
     for target_quantization in quantization_by_target.values():
         rounded_layers |= target_quantization.quantization_by_layer.keys()
-    rounding_count = len(repair_input.samples)
+    rounding_count = len(repair_input.samples)  # samples that round, the first of all
     samples = [*repair_input.samples, *repair_input.held_out]
     weights_by_target: dict[str, RoundedWeights] = {name: {} for name in quantization_by_target}
     for layer, patches_by_sample in layer_patches(
         request.model,
         [layer for layer in layers if layer.name in rounded_layers],
         samples,
-        # of all samples together, so that those that round give `_PATCHES`
+        # over all samples, so that the share of those that round is `_PATCHES`
         max_patches=_PATCHES * len(samples) // rounding_count,
         threads=request.threads,
     ):
+        # patches are [groups, K, P]; the P of several samples are joined
         held_out_patches = None
         if repair_input.held_out:
             held_out_patches = np.concatenate(patches_by_sample[rounding_count:], axis=2)
@@ -211,8 +213,8 @@ def _round_layer(
     Targets whose grids and scales are equal share the result. A target that runs the layer in
     float, or that does not round its weight to nearest, is left out.
     """
-    groups, out_channels, in_channels, _ = layer.channel_shape
-    is_depthwise_layer = is_depthwise(groups, groups * out_channels, in_channels)
+    in_channels = layer.channel_shape[2]  # per group
+    is_depthwise_layer = is_depthwise(layer.groups, layer.out_channels, in_channels)
     rounded_by_grid: dict[object, RoundedWeight] = {}
     rounded_by_target = {}
     for target_name, target_quantization in quantization_by_target.items():
@@ -223,8 +225,9 @@ def _round_layer(
         # kernels of a depthwise layer add in 32 bits, others a pair of products in 16
         fits_pairs = target_quantization.fits_pairs and not is_depthwise_layer
         channel_scales = layer.to_rows(np.broadcast_to(scale, layer.array.shape))[..., 0]
-        # the largest weight of each scale stays as it is: of the tensor, or of each channel; so
-        # equal scales of channels do not give the result of a single scale
+        # `round_weight` never changes the largest weight that has a scale. A single scale of the
+        # tensor has one such weight, equal scales of all channels have one in each channel: the
+        # results differ
         is_per_tensor = scale.size == 1
         grid_key = quantization.grid, is_per_tensor, channel_scales.tobytes(), fits_pairs
         if grid_key not in rounded_by_grid:
@@ -317,8 +320,9 @@ def round_weight(
         error_ratio = math.nan  # unknown
     else:
         error_ratio = 1.0
+    # float values of the integers, none beyond the channel's extremes, which set the scale
     changed_rows = np.clip(integers * scale_rows, *_weight_limits(weight_rows))
-    # a weight that the target rounds to its integer anyway keeps its float value
+    # a weight rounded to nearest keeps its own float value: the target rounds it to that integer
     rounded_rows = np.where(integers != nearest_integers, changed_rows, weight_rows)
     return RoundedWeight(layer.from_rows(rounded_rows), error_ratio)
 
@@ -335,11 +339,11 @@ def _find_fixed(
         fits_pairs: as for `round_weight`.
     """
     magnitudes = np.abs(steps)
-    channel_axis = None if is_per_tensor else 2
-    is_fixed = magnitudes >= magnitudes.max(axis=channel_axis, keepdims=True)  # they set the scale
+    scale_axis = None if is_per_tensor else 2  # over which a scale holds; None: all of them
+    is_fixed = magnitudes >= magnitudes.max(axis=scale_axis, keepdims=True)  # they set the scale
     if fits_pairs:
-        groups, out_channels, in_channels, taps = layer.channel_shape
-        channel_steps = steps.reshape(groups * out_channels, in_channels, taps)
+        _, _, in_channels, taps = layer.channel_shape
+        channel_steps = steps.reshape(layer.out_channels, in_channels, taps)
         is_fixed |= tight_pair_mask(channel_steps).reshape(steps.shape)
     return np.asarray(is_fixed)
 

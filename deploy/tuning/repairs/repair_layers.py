@@ -25,7 +25,14 @@ from onnx import TensorProto, numpy_helper
 
 from calibrators.grids import FP8, INT8, Grid, broadcast_parameter
 from deploy.graph.edit import copy_message, update_tensors
-from deploy.graph.index import Graph, attributes, count_reads, pad_with_zeros, padded_name
+from deploy.graph.index import (
+    Graph,
+    attributes,
+    by_name,
+    count_reads,
+    pad_with_zeros,
+    padded_name,
+)
 from deploy.graph.placement import WEIGHTED
 
 FloatArray = NDArray[np.float32]
@@ -141,8 +148,9 @@ def _read_layer(
     if is_scaled or node_attributes.get("transA", 0):
         return None
     is_matrix_product = node.op_type in _MATRIX_PRODUCTS
-    has_matrix = len(weight.dims) == 2
-    if is_matrix_product != has_matrix:  # the weight is a batch of matrices, or the Conv is broken
+    is_weight_matrix = len(weight.dims) == 2
+    # the weight of a MatMul is a batch of matrices, or that of a Conv has no kernel
+    if is_matrix_product != is_weight_matrix:
         return None
 
     return WeightedLayer(
@@ -171,7 +179,7 @@ def original_weights(
     model: onnx.ModelProto, layers: Iterable[WeightedLayer]
 ) -> dict[str, onnx.TensorProto]:
     """Return layer -> its weight in a model."""
-    tensors = {tensor.name: tensor for tensor in model.graph.initializer}
+    tensors = by_name(model.graph.initializer)
     return {layer.name: tensors[layer.weight] for layer in layers}
 
 
@@ -226,7 +234,7 @@ def read_all_quantizations(
 ) -> dict[str, tuple[WeightedLayer, LayerQuantization]]:
     """Return name -> (layer, its quantization) of layers that an int8 model runs in integers."""
     graph = Graph(int8)
-    node_by_name = {node.name: node for node in graph.nodes}
+    node_by_name = by_name(graph.nodes)
     quantizations = {}
     for layer in layers:
         if layer.name in node_by_name:
@@ -265,11 +273,11 @@ def _read_pairs(
     weight_scales = _to_array(graph, weight_dq.input[1]).astype(np.float64)
     axis = None  # of the output channels, in the weight of the float model
     if weight_scales.size > 1:
-        axis = int(attributes(weight_dq).get("axis", 1))
+        axis = int(attributes(weight_dq).get("axis", 1))  # 1: ONNX's default
         if layer.is_transposed_conv and node.op_type == "Conv":  # a ConvTranspose written as a Conv
             axis = 1  # where the ConvTranspose has its output channels
-        # further scales belong to padding channels. In a ConvTranspose that is written as a Conv
-        # with channels for several pixels, the further scales repeat the first ones
+        # the target may have more channels than the float model: padding channels at the end, or,
+        # in a ConvTranspose that is written as a Conv, the same channels again for further pixels
         weight_scales = weight_scales[: layer.out_channels]
 
     is_fp8 = graph.constants[input_dq.input[2]].data_type == TensorProto.FLOAT8E4M3FN
@@ -289,6 +297,7 @@ def _read_fake_quant(
     quantize its input: x -> Mul (scale) -> Round -> Add (offset) -> Clip (min_val, max_val) -> Sub.
     """
     input_prefix = node.input[0].removesuffix(".sub.output0")
+    # the factor of the first Mul is 1 / scale of the input, though AMCT calls it "scale"
     inverse_input_scale_name = f"{input_prefix}.scale.output0"
     output_scale_name = f"{node.name}.fakedequant.dqscale.output0"
     if not graph.constants.keys() >= {inverse_input_scale_name, output_scale_name}:
@@ -298,8 +307,9 @@ def _read_fake_quant(
     # the output is multiplied by input scale * weight scale: one value, or one for each channel
     output_scales = _to_array(graph, output_scale_name).astype(np.float64).reshape(-1)
     channel_scales = np.broadcast_to(output_scales * inverse_input_scale, layer.out_channels)
-    # [groups, C_out per group, C_in per group, taps], as all of a layer's weights
-    weight_scales = np.ones(layer.channel_shape) * channel_scales.reshape(layer.groups, -1, 1, 1)
+    # the scale of each weight: [groups, C_out per group, C_in per group, taps]
+    scales_by_group = channel_scales.reshape(layer.groups, -1, 1, 1)
+    weight_scales = np.broadcast_to(scales_by_group, layer.channel_shape)
     weight_scale = layer.from_rows(weight_scales).astype(np.float64)
     is_balanced = f"{node.name}.tensor_balance_factor.output0" in graph.constants  # by DMQ
     codes = _to_array(graph, node.input[1])

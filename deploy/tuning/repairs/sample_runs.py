@@ -13,6 +13,7 @@ from calibrators.rounding import extract_patches
 from deploy.feed.parallel import Sample, run_in_order
 from deploy.graph.bounds import make_window
 from deploy.graph.edit import copy_with_outputs
+from deploy.graph.index import names_of
 from deploy.runtimes.ort import OrtSession
 from deploy.tensors import Array
 from deploy.tuning.repairs.repair_layers import FloatArray, WeightedLayer
@@ -50,15 +51,16 @@ def _run_with_patches(
     model: onnx.ModelProto,
     layers: Sequence[WeightedLayer],
     samples: Sequence[Sample],
-    max_patches: float,
+    max_sample_patches: float,
     threads: int,
 ) -> list[list[FloatArray]]:
     """Run the model; return, for each sample, the input patches of each layer.
 
     A patch holds the input values that one output value of a layer is made of. A layer has
-    [groups, K, P] patches in a sample, with K values each and P at most about `max_patches`.
+    [groups, K, P] patches in a sample, with K values each and P at most `max_sample_patches`,
+    rounded up; a layer that needs fewer has a share of that (`_patch_share`).
     """
-    graph_inputs = {value.name for value in model.graph.input}
+    graph_inputs = names_of(model.graph.input)
     inner_tensors = dict.fromkeys(
         layer.input for layer in layers if layer.input not in graph_inputs
     )
@@ -74,17 +76,18 @@ def _run_with_patches(
         values = {**sample, **session.run(sample)}
         sample_patches = []
         for layer in layers:
-            count = math.ceil(_patch_share(layer) * max_patches)
+            count = math.ceil(_patch_share(layer) * max_sample_patches)
             # the number of the sample decides which of its patches are taken
             sample_patches.append(patches(layer, values[layer.input], number, count))
         return sample_patches
 
     patches_by_sample: list[list[FloatArray]] = []
-
-    def store(_number: int, sample_patches: list[FloatArray]) -> None:
-        patches_by_sample.append(sample_patches)
-
-    run_in_order(samples, run, store, threads=threads)
+    run_in_order(
+        samples,
+        run,
+        lambda _number, sample_patches: patches_by_sample.append(sample_patches),
+        threads=threads,
+    )
     return patches_by_sample
 
 
@@ -107,12 +110,13 @@ def _split_by_memory(
 ) -> Iterator[list[WeightedLayer]]:
     """Split the layers, in order, so that the patches of each portion fit into memory.
 
-    `max_patches`: of a layer, over all samples.
+    `max_patches`: of a layer with large patches, over all samples; others need a share of it.
     """
     portion: list[WeightedLayer] = []
     portion_values = 0.0
     for layer in layers:
-        values = _patch_share(layer) * max_patches * layer.groups * layer.patch_size
+        patch_count = _patch_share(layer) * max_patches  # in each group
+        values = patch_count * layer.groups * layer.patch_size
         if portion and portion_values + values > _MAX_VALUES:
             yield portion
             portion = []
