@@ -17,7 +17,7 @@ import onnx
 from onnx import helper
 
 from deploy.graph.edit import copy_with_outputs, extract_nodes
-from deploy.graph.index import iter_reads
+from deploy.graph.index import by_name, iter_reads, names_of
 from deploy.runtimes.ort import OrtSession
 from deploy.tensors import Array
 
@@ -54,7 +54,7 @@ class FloatActivations:
         self._node_by_output: dict[str, onnx.NodeProto] = {}
         for node in reference.graph.node:
             self._node_by_output |= dict.fromkeys(node.output, node)
-        self._constants = {tensor.name: tensor for tensor in reference.graph.initializer}
+        self._constants = by_name(reference.graph.initializer)
         self.values_by_sample: list[Values] = []
         border_tensors: dict[str, None] = {}
         for int8_nodes in int8_nodes_by_trial:
@@ -74,9 +74,9 @@ class FloatActivations:
 
         They are its inputs, and the outputs of nodes that are the same and read only such tensors.
         """
-        constants = {tensor.name: tensor for tensor in model.graph.initializer}
+        constants = by_name(model.graph.initializer)
         is_equal_by_constant: dict[str, bool] = {}
-        unchanged_names = {value.name for value in model.graph.input}
+        unchanged_names = names_of(model.graph.input)
         for node in model.graph.node:
             if any(self._node_by_output.get(name) != node for name in node.output):
                 continue
@@ -99,7 +99,7 @@ class FloatActivations:
         open.
         """
         graph = model.graph
-        needed_tensors = {value.name for value in graph.output}
+        needed_tensors = names_of(graph.output)
         stored_tensors = (
             self.unchanged_tensors(model).intersection(self.values_by_sample[0]) - needed_tensors
         )

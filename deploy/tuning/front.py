@@ -46,6 +46,7 @@ _INT8_SIZE = 0.25  # of a weight, as a share of its float size
 _CLEARLY_LESS = 0.8  # share of the loss of a bad split, below which a split may be better
 _TIMED_SPLITS = 3  # the cheapest splits are timed before one is chosen
 _RANKS = (GOOD, DOUBTFUL, FLOAT, UNUSABLE)  # FLOAT: good or doubtful, but it wins nothing
+_GOOD_RANK = _RANKS.index(GOOD)
 
 
 class SplitSizes:
@@ -94,7 +95,7 @@ class SplitChooser:
         """Return the trial to build."""
         choice = self._choose_best_trial()
         cheapest = min(self._candidates(), key=self.search.cost)
-        if self._judged_rank(cheapest) == _RANKS.index(GOOD):
+        if self._judged_rank(cheapest) == _GOOD_RANK:
             return choice
 
         for rank in range(len(_RANKS) - 1):
@@ -151,19 +152,19 @@ class SplitChooser:
         """Return the cheapest of the trials with the best expected verdict.
 
         A trial is a model with some layers in float that was run on a few samples; its cost weighs
-        its time and its loss. Its verdict is expected from a run on the evaluation samples (it is
-        judged), which takes long. So only trials that can win are judged, the cheapest first.
+        its time and its loss. To judge a trial is to run it on the evaluation samples, which gives
+        its expected verdict and takes long. So only trials that can win are judged, the cheapest
+        first.
         """
-        good_rank = _RANKS.index(GOOD)
         judged_trials: list[Trial] = []
         for trial in sorted(self._candidates(), key=self.search.cost):
-            is_judged = trial.verdict is not None
-            if not is_judged and _loses_like_a_worse_trial(trial, judged_trials, good_rank):
-                continue  # it cannot win
-            if not is_judged and judged_trials and not self.can_judge():
-                break  # the budget is spent
+            if trial.verdict is None:
+                if _loses_like_a_worse_trial(trial, judged_trials, _GOOD_RANK):
+                    continue  # it would not be good either, and it costs more
+                if judged_trials and not self.can_judge():
+                    break  # the budget is spent
             judged_trials.append(trial)
-            if self._judged_rank(trial) == good_rank:  # this call judges the trial
+            if self._judged_rank(trial) == _GOOD_RANK:  # this call judges the trial
                 break
 
         # of equal verdicts `min` returns the first trial, which is the cheapest
@@ -191,11 +192,11 @@ class SplitChooser:
         trials = sorted(self.search.eligible, key=self.search.cost)
         untimed_trials = []
         for index, trial in enumerate(trials):
-            is_plain = trial.in_float == self.search.refused
+            is_plain = trial.in_float == self.search.refused  # all that can be in int8 is
             is_likely = index < _TIMED_SPLITS or is_plain or trial.verdict is not None
             if is_likely and trial.measured_time is None:
                 untimed_trials.append(trial)
-        if not untimed_trials:
+        if not untimed_trials:  # `measure` would time the float model alone
             return
         try:
             for trial, time in zip(untimed_trials, self.measure(untimed_trials), strict=True):
@@ -212,7 +213,8 @@ class SplitChooser:
         nothing is returned. FLOAT allows a split as slow as the float model: then more and more of
         the noisiest layers are in float.
         """
-        # all splits have the range methods of the trial of least loss
+        # all splits have the range methods of the trial of least loss; where times are measured,
+        # the candidates are the timed trials
         base = min(self._candidates(), key=lambda trial: trial.loss)
         losses = self.search.layer_losses(base)
         if _RANKS[rank] == FLOAT:
@@ -223,6 +225,7 @@ class SplitChooser:
             splits = self._predicted_splits(rank)
 
         def is_good_enough(trial: Trial) -> bool:
+            # `eligible`: all trials of the search's method, timed or not
             if _loses_like_a_worse_trial(trial, self.search.eligible, rank):
                 return False
             return self._judged_rank(trial) <= rank

@@ -30,8 +30,9 @@ def cheapest_split(
     """Return the units to run in float for the least total price; on a tie a unit runs in int8.
 
     The units are nodes of a network of pipes between an int8 end and a float end. A cut divides
-    them into those that stay with either end, and its price is that of all pipes from the int8 side
-    to the float side. So pipes stand for the prices, and the cheapest cut is the result.
+    them into an int8 side and a float side, one with each end. It pays for every pipe that starts
+    on the int8 side and ends on the float side. So pipes stand for the prices, and the cheapest cut
+    is the result.
 
     Args:
         prices: unit -> (price in int8, price in float), each 0 or more.
@@ -44,7 +45,7 @@ def cheapest_split(
     unlimited = 1.0  # in the end more than all prices together, so that no cut pays it
     for unit, (int8, float32) in prices.items():
         least_price = min(int8, float32)  # paid on either side, so it decides nothing
-        # a unit on the float end's side is cut from the int8 end: this pipe has float's price
+        # of these two pipes the first is cut where the unit is float, the second where it is int8
         network.add_pipe(_INT8_END, index_by_unit[unit], float32 - least_price)
         network.add_pipe(index_by_unit[unit], _FLOAT_END, int8 - least_price)
         unlimited += max(int8, float32)
@@ -52,9 +53,10 @@ def cheapest_split(
         network.add_pipe(index_by_unit[unit], index_by_unit[other], price)
         network.add_pipe(index_by_unit[other], index_by_unit[unit], price)
         unlimited += price
-    for unit, other in follows:  # never paid, so `unit` is not int8 where `other` is float
+    # cut where `unit` is int8 and `other` is float, which no cut pays
+    for unit, other in follows:
         network.add_pipe(index_by_unit[unit], index_by_unit[other], unlimited)
-    for unit in pinned:
+    for unit in pinned:  # the same where `unit` is int8
         network.add_pipe(index_by_unit[unit], _FLOAT_END, unlimited)
 
     float_side = network.find_float_side()

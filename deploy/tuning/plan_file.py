@@ -40,9 +40,10 @@ from deploy.files.reading import convert
 from deploy.method import NO_CHOICES, Choices, Method
 
 SCHEMA = "calib8-plan/1"
-_UNTRIED = "a split that the search did not try"
+_UNTRIED = "a split that the search did not try"  # `settled` where the user edited the choices
 _BUILD_AGAIN = "build again without it"
-_TEXTS = ("made_from", "precision", "timed_on", "settled", "failed")  # keys of a target's table
+# fields of `TargetPlan` that are texts, each a key of the target's table under the same name
+_TEXT_FIELDS = ("made_from", "precision", "timed_on", "settled", "failed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +115,7 @@ class TargetPlan:
     front: tuple[PlannedSplit, ...] = ()
 
     def with_split(self, number: int) -> "TargetPlan":
-        """Return the plan that builds another split of its front.
+        """Return the plan that builds another split of its front, which is `marked` there.
 
         A split says which layers are in float. The front holds those that the search found best
         between "fastest" and "most accurate", each with a number.
@@ -137,8 +138,10 @@ class TargetPlan:
     def marked(self, number: int | None) -> "TargetPlan":
         """Return the plan that says which split of its front is built.
 
-        The row of that split has `taken` set, and `settled` describes it. `number`: of the split;
-        None if the plan builds no split of its front, so that `taken` is set in no row.
+        The row of that split alone has `taken` set, and the text `settled` describes it.
+
+        `number`: of the split; None if the plan builds no split of its front. Then no row has
+        `taken` set, and `settled` says so.
         """
         settled = _UNTRIED
         front = []
@@ -186,8 +189,9 @@ def _target_lines(table: str, target: TargetPlan) -> Iterator[str]:
     `table`: name of the target's table, quoted.
     """
     choices = target.choices
+    texts = {key: getattr(target, key) for key in _TEXT_FIELDS}
     yield from ("", f"[{table}]")
-    yield from _key_lines(_without_empty({key: getattr(target, key) for key in _TEXTS}))
+    yield from _key_lines(_without_empty(texts))
     yield from _key_lines(_method_values(choices))
     yield from ("", f"[{table}.float]")
     yield from _key_lines(choices.float_nodes)
@@ -218,7 +222,7 @@ def _without_empty(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _method_values(choices: Choices) -> dict[str, str | bool]:
-    """Return the keys of a table that say how all ranges are found and weights rounded."""
+    """Return the keys of a table that say how ranges are found by default and weights rounded."""
     values: dict[str, str | bool] = {}
     if choices.method is not None:
         values["method"] = choices.method.label
@@ -318,13 +322,14 @@ def _read_target(path: Path, name: str, table: object) -> TargetPlan:
     # a table of the front holds both the choices of a split and its row of figures. Each of the two
     # classes reads its own keys of it and skips the others, so the table is read twice
     rule = f"[{name}] of {path} must be the plan of a target"
-    target = convert(table, _TargetTable, rule=rule, error=ConfigError, way_out=_BUILD_AGAIN)
+    target_table = convert(table, _TargetTable, rule=rule, error=ConfigError, way_out=_BUILD_AGAIN)
     rows = convert(table, _RowsTable, rule=rule, error=ConfigError, way_out=_BUILD_AGAIN).front
 
     front = []
-    for row, split in zip(rows, target.front, strict=True):
-        choices = split.to_choices(dict.fromkeys(split.float_nodes, ""))
+    for row, split_table in zip(rows, target_table.front, strict=True):
+        # the file has no reasons for the nodes of a split: `with_split` gives them
+        choices = split_table.to_choices(dict.fromkeys(split_table.float_nodes, ""))
         front.append(PlannedSplit(row=row, choices=choices))
-    texts = {key: getattr(target, key) for key in _TEXTS}
-    choices = target.to_choices(target.float_nodes)
+    texts = {key: getattr(target_table, key) for key in _TEXT_FIELDS}
+    choices = target_table.to_choices(target_table.float_nodes)
     return TargetPlan(choices=choices, front=tuple(front), **texts)

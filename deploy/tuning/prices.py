@@ -22,7 +22,7 @@ import onnx
 
 from deploy.graph.edit import copy_with_outputs
 from deploy.graph.gates import Gate, find_gates
-from deploy.graph.index import Graph, attributes
+from deploy.graph.index import Graph, attributes, by_name, names_of
 from deploy.graph.placement import WEIGHTED
 from deploy.graph.plan import Decision
 from deploy.runtimes.ort import OrtSession
@@ -77,9 +77,10 @@ def group_units(model: onnx.ModelProto, decisions: Iterable[Decision]) -> Units:
     graph = Graph(model)
     int8_names = {decision.node for decision in decisions if decision.quantized}
     int8_nodes = [node for node in graph.nodes if node.name in int8_names]
+    # each node alone at first; `_join` gives the nodes that it joins one group in place of theirs
     groups: Groups = {node.name: frozenset([node.name]) for node in int8_nodes}
     for node in int8_nodes:
-        tail = _find_tail(graph, node, groups)
+        tail = _find_tail(graph, node, groups)  # such as the Relu of a Conv
         # such as the Sigmoid of x * Sigmoid(x)
         activation_nodes = _find_activation_nodes(graph, node, groups)
         _join(groups, [node.name, *tail, *activation_nodes])
@@ -139,7 +140,7 @@ def _find_gated_layer(graph: Graph, gate: Gate, groups: Groups) -> list[str]:
         return []
     if gate.source in graph.outputs or gate.source in graph.captured:
         return []
-    readers = {node.name for node in graph.readers[gate.source]}
+    readers = names_of(graph.readers[gate.source])
     return [maker.name] if readers <= set(gate.nodes) else []
 
 
@@ -147,12 +148,15 @@ def _find_activation_nodes(graph: Graph, node: onnx.NodeProto, groups: Groups) -
     """Return the nodes that compute gate(x), for a node Mul(x, gate(x)); empty for any other node.
 
     Such as the Sigmoid of x * Sigmoid(x), which is SiLU.
+
+    `groups`: its keys are the int8 nodes; a gate with other nodes is left out.
     """
     if node.op_type != "Mul" or len(node.input) != 2:
         return []
-    # either input may be x, which is gated
+    # either input of the Mul may be x (`gated_tensor`). From the other, gate(x), `tensor` goes
+    # upstream until it is x
     for gated_tensor, tensor in itertools.permutations(node.input):
-        names: list[str] = []  # from the gate's output back to x
+        names: list[str] = []
         while tensor != gated_tensor and len(names) < _MAX_ACTIVATION_NODES:
             maker = graph.producer.get(tensor)
             if maker is None or maker.name not in groups or maker.op_type in WEIGHTED:
@@ -172,14 +176,12 @@ def _find_borders(graph: Graph, unit_by_node: Mapping[str, str]) -> tuple[Border
 
     `unit_by_node`: int8 node -> its unit.
     """
-    unit_by_tensor: dict[str, str] = {}
+    unit_by_tensor: dict[str, str] = {}  # tensor -> the unit that makes it
+    reads: list[tuple[str, str]] = []  # (unit that reads it, tensor)
     for node in graph.nodes:
-        if node.name in unit_by_node:
-            unit_by_tensor |= dict.fromkeys(node.output, unit_by_node[node.name])
-    reads = []
-    for node in graph.nodes:
-        reader = unit_by_node.get(node.name, FLOAT_SIDE)
-        reads += [(reader, tensor) for tensor in graph.data_inputs(node)]
+        unit = unit_by_node.get(node.name, FLOAT_SIDE)
+        unit_by_tensor |= dict.fromkeys(node.output, unit)
+        reads += [(unit, tensor) for tensor in graph.data_inputs(node)]
     reads += [(FLOAT_SIDE, tensor) for tensor in graph.outputs]
 
     borders: dict[Border, None] = {}
@@ -296,7 +298,8 @@ class Prices:
             weight: price of a loss of 1.
             pinned: units that must be float.
         """
-        # unit -> price in int8 with its loss, price in float; the nodes in no unit count as one
+        # unit -> price in int8 with its loss, price in float. The nodes in no unit are a further
+        # one, `FLOAT_SIDE`, which is pinned to float and has no price
         costs = {FLOAT_SIDE: (0.0, 0.0)}
         for unit, (int8, float32) in self.unit_prices.items():
             costs[unit] = int8 + weight * losses.get(unit, 0.0), float32
@@ -306,7 +309,8 @@ class Prices:
         layers = {*self.units.layers, FLOAT_SIDE}
         for maker, reader, tensor in self.units.borders:
             conversions.append((maker, reader, self.conversions[tensor]))
-            # a unit without weights gains nothing in int8 downstream of a float unit
+            # a unit without weights gains nothing in int8 downstream of a float unit. Downstream of
+            # `FLOAT_SIDE` it may gain: else all units from the model's input on would be float
             if reader not in layers and maker != FLOAT_SIDE:
                 followers.append((reader, maker))
         float_units = cheapest_split(costs, conversions, followers, pinned.union([FLOAT_SIDE]))
@@ -329,7 +333,7 @@ def count_prices(
     """
     kernels = cpu_kernels or _OTHER_DEVICE
     graph = Graph(model)
-    nodes = {node.name: node for node in graph.nodes}
+    nodes = by_name(graph.nodes)
     outputs = [str(nodes[name].output[0]) for name in units.node_names(units.members)]
     sizes = _count_values(model, [*outputs, *units.tensors], sample)
     unit_prices = {}
@@ -403,12 +407,11 @@ def _products_per_value(node: onnx.NodeProto, dims: Sequence[int]) -> float:
 
 
 def _count_values(
-    model: onnx.ModelProto, tensors: Iterable[str], sample: Mapping[str, Array]
+    model: onnx.ModelProto, tensors: Sequence[str], sample: Mapping[str, Array]
 ) -> dict[str, int]:
     """Return the number of values of each tensor for one sample."""
-    names = dict.fromkeys(tensors)
-    graph_inputs = {value.name for value in model.graph.input}
-    inner_names = [name for name in names if name not in graph_inputs]
-    session = OrtSession.open(copy_with_outputs(model, inner_names), threads=1, spin=False)
+    graph_inputs = names_of(model.graph.input)
+    inner_tensors = [name for name in tensors if name not in graph_inputs]
+    session = OrtSession.open(copy_with_outputs(model, inner_tensors), threads=1, spin=False)
     values = {**sample, **session.run(sample)}
-    return {name: int(values[name].size) for name in names}
+    return {name: int(values[name].size) for name in tensors}

@@ -31,8 +31,12 @@ def float_reasons(search: Search, built: Trial) -> dict[str, str]:
         elif unit in search.float_adds:
             reason = search.float_adds[unit]
         else:
-            reason = _noise_reason(unit, search.sensitivity, search.precision)
-            reason = reason or _time_reason(search, unit) or BETWEEN
+            # neither noisy nor slow in int8: it is float for the units next to it
+            reason = (
+                _noise_reason(unit, search.sensitivity, search.precision)
+                or _time_reason(search, unit)
+                or BETWEEN
+            )
         reasons.update(dict.fromkeys(node_names, reason))
     return reasons
 

@@ -198,9 +198,8 @@ class Search:
         """Return a description such as "3 of 50 layers in float, minmax"."""
         float_layers = self.count_float_layers(trial.in_float)
         if trial.in_float == self.refused:
-            text = f"all that can be run in {self.precision}"
-            if not self.refused:
-                text = f"all in {self.precision}"
+            scope = "all that can be run" if self.refused else "all"
+            text = f"{scope} in {self.precision}"
         elif float_layers == 0:
             text = f"all layers in {self.precision}"
         else:
@@ -211,10 +210,12 @@ class Search:
 
     def _try_all_in_int8(self) -> list[Trial]:
         """Return the trials of all methods, with as much in int8 as can run."""
-        # where another target's search compared the methods, only those of the better kind
-        methods = [method for method in self.methods if clips(method) == self.shared.is_clipping]
+        # where another target's search found it better to clip, or not to clip, only such methods
+        likely_methods = [
+            method for method in self.methods if clips(method) == self.shared.is_clipping
+        ]
         method_choices = []
-        for method in methods or self.methods:
+        for method in likely_methods or self.methods:
             method_choices.append(replace(NO_CHOICES, method=method, rounded=self.rounded))
         trials = self.try_choices(method_choices)
         if not trials:
@@ -249,11 +250,11 @@ class Search:
         """
         unclipped_trials = [trial for trial in int8_trials if not clips(trial.choices.method)]
         base = self._with_float_adds((unclipped_trials or int8_trials)[0])
-        self.layer_losses(base)
+        self.layer_losses(base)  # measures the sensitivity, by which splits are predicted
         if len(self.methods) == 1:
             return base
 
-        likely_trials: list[Trial] = []
+        likely_trials: list[Trial] = []  # of all methods, with the split of least predicted cost
         splits = self.predicted_front()
         if splits:
             likely_split = min(splits, key=self._predicted_cost)
@@ -263,7 +264,9 @@ class Search:
         self._settle_method(ranked_trials)
         best = ranked_trials[0]
         if best not in likely_trials and clips(best.choices.method):
-            # clipping saves what was measured as noise without it
+            # the best is to clip, all in int8. The sensitivity was measured without clipping, where
+            # the layers with a few huge values lose most; with clipping others do, so it is
+            # measured again
             self.sensitivity = None
             self.layer_losses(best)
         return best
@@ -316,7 +319,8 @@ class Search:
     def _measure_sensitivity(self, base: Trial) -> Sensitivity:
         """Return the noise of the layers with the range method of a trial.
 
-        Once it is measured for another target or method, that measurement is adapted.
+        Once it is measured for another target or method, that measurement is adapted, with a third
+        of the trials.
         """
         layers = [layer for layer in self.units.layers if layer not in self.refused]
         measure = partial(self._measure_isolated, base.choices)
@@ -388,6 +392,7 @@ class Search:
         while step:
             nearby_indices = [center, center - step, center + step]
             nearby_indices = [index for index in nearby_indices if 0 <= index < len(splits)]
+            # once `split_trials` splits have a cost, no other is tried: it counts as infinite
             for index in nearby_indices:
                 if index not in cost_by_index and len(cost_by_index) < self.effort.split_trials:
                     cost_by_index[index] = self._cost_of_split(base, splits[index])

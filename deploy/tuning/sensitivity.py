@@ -49,15 +49,15 @@ class Sensitivity:
 
     def loss_by_layer(self) -> dict[str, float]:
         """Return layer -> loss of the worst output slice that it adds to that of all others."""
-        total = self.predict(frozenset())
+        total = self.predict()
         losses = {}
         for group, noise in self.groups.items():
             loss = noise.scaled(self.scale).marginal_loss(total) / len(group)
             losses.update(dict.fromkeys(group, loss))
         return losses
 
-    def predict(self, in_float: Collection[str]) -> Noise:
-        """Return the expected noise with these layers in float."""
+    def predict(self, in_float: Collection[str] = ()) -> Noise:
+        """Return the expected noise with these layers in float and all others in int8."""
         total = Noise({})
         for group, noise in self.groups.items():
             int8_share = sum(layer not in in_float for layer in group) / len(group)
@@ -121,8 +121,9 @@ def adapt_sensitivity(
 ) -> Sensitivity:
     """Return the noise of groups of layers for another target or range method than before.
 
-    The groups that were noisiest before are measured. The noise of each other group is expected to
-    be that of before, times the median change of the measured ones. Then the noisiest are halved.
+    The groups that were noisiest before are measured, and layers that were in no group before. The
+    noise of each other group is expected to be that of before, times the median change of the
+    measured ones. Then the noisiest are halved.
 
     If the sum is less than half of `int8_noise`, layers are noisy now that were quiet before, so
     all groups are measured.
@@ -131,8 +132,8 @@ def adapt_sensitivity(
         prior: of another target or method, on the same samples.
         layers: of this target, in the model's order.
         measure: groups -> noise of each with all else in float; None where it cannot run.
-        first_count: groups of `prior` to measure.
-        max_trials: groups to measure at most, if their noise explains `int8_noise`.
+        first_count: number of groups of `prior` to measure.
+        max_trials: groups to measure at most, if their noise explains `int8_noise`; else, all.
         int8_noise: noise with all layers in int8.
     """
     new_groups, noise_before = _regroup(prior, layers)
@@ -141,15 +142,16 @@ def adapt_sensitivity(
     other_groups = noisiest_first[first_count:]
     noise_by_group = _measure_runnable(first_groups, measure)
 
+    # of groups that were measured before and now
     power_ratios = []
-    for group, noise in noise_by_group.items():
-        if group in noise_before:
-            power_ratios.append(_power_ratio(noise, noise_before[group]))
+    for group in noise_by_group.keys() & noise_before.keys():
+        power_ratios.append(_power_ratio(noise_by_group[group], noise_before[group]))
     median_ratio = median(power_ratios) if power_ratios else 1.0
     for group in other_groups:
         noise_by_group[group] = noise_before[group].scaled(median_ratio)
-    expected_noise = Sensitivity(noise_by_group).predict(frozenset())
+    expected_noise = Sensitivity(noise_by_group).predict()
     if _power_ratio(int8_noise, expected_noise) > _MAX_UNEXPLAINED_RATIO:
+        # a group that cannot run must not keep its expected noise
         for group in other_groups:
             del noise_by_group[group]
         noise_by_group |= _measure_runnable(other_groups, measure)
@@ -196,8 +198,7 @@ def _measure_runnable(groups: Sequence[Group], measure: NoiseMeter) -> dict[Grou
 
 def _power_ratio(noise: Noise, reference: Noise) -> float:
     """Return the ratio of two noise powers in their worst slices."""
-    ratio: float = 10 ** ((reference.db - noise.db) / 10)
-    return ratio
+    return math.pow(10, (reference.db - noise.db) / 10)
 
 
 def _noisiest(noise_by_group: Mapping[Group, Noise]) -> Group | None:

@@ -110,20 +110,20 @@ def find_temperatures(
     """Return output of a Softmax that is certain -> (temperature, axis of the classes).
 
     A Softmax is certain if one class has nearly all of the probability in most rows: the mean of
-    1 - sum p^2 over all rows of all samples is below `_UNCERTAIN`.
+    1 - sum p^2 over all rows of all samples is below `_UNCERTAIN`. At the
+    temperature it is not certain any more. The axis of the classes is 1, or else the last one.
 
     `outputs`: of the float model, for each sample.
     """
     temperatures = {}
     for part in form.parts:
-        is_whole_output = part == OutputSlice(part.output)
-        if not is_whole_output:  # a part of an output is no Softmax
+        if part != OutputSlice(part.output):  # a part of an output is no Softmax
             continue
         arrays = [sample_outputs[part.output] for sample_outputs in outputs]
         for axis in (1, -1):
             if all(_is_softmax(values, axis) for values in arrays):
                 temperature = _find_temperature(arrays, axis)
-                if temperature > 1:
+                if temperature > 1:  # 1: it is not certain as it is
                     temperatures[part] = temperature, axis
                 break
     return temperatures

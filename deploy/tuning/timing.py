@@ -41,7 +41,8 @@ class SplitTimer:
     request: BuildRequest
     float_choices: Choices
     samples: Sequence[Mapping[str, Array]]
-    _float_session: Session | None = None  # built once for all calls
+    # built once for all calls; it stays loaded when the folder of its engine is deleted
+    _float_session: Session | None = None
 
     @phase("timing splits")
     def measure(self, trials: Sequence[Trial]) -> list[float]:

@@ -12,7 +12,7 @@ from onnx import ModelProto
 from calibrators.searches import COMPARABLE
 from deploy.errors import ConfigError
 from deploy.frontends import LoadedModel
-from deploy.graph.index import match_nodes
+from deploy.graph.index import match_nodes, names_of
 from deploy.graph.plan import Decision, quantized_precision
 from deploy.machine import cpu_name
 from deploy.method import Choices, Method
@@ -77,7 +77,7 @@ def plan_target(
         request: its build request.
         options: of the search.
         earlier_plans: content of the plan file, with plans for any number of targets.
-        has_method: whether the user chose the range method, which then stays.
+        has_method: whether the user chose the range method, which a search then does not change.
         rounds_weights: whether the build tries adaptive rounding.
 
     Raises:
@@ -97,7 +97,6 @@ def plan_target(
     )
     digest = _digest_of_input(setup)
     earlier_plan = _find_earlier_plan(target, options, earlier_plans)
-    # the user asked for that plan, or it was made from the same input
     if earlier_plan is not None and _is_followed(options, earlier_plan, digest):
         _check_names(request.model, earlier_plan)
         float_nodes = {**request.float_nodes, **pinned_nodes}
@@ -162,7 +161,9 @@ def _find_earlier_plan(
 
 
 def _is_followed(options: Tuning, plan: TargetPlan, digest: str) -> bool:
-    """Whether the user asks for an existing plan, or a search would have the same input now.
+    """Whether an existing plan is built without a search.
+
+    It is if the user asks for it, or if a search now would have the input that it was made from.
 
     `digest`: of all that a search depends on now, except measured times.
     """
@@ -209,7 +210,7 @@ def refuse_wrong_plan(
         path: the plan in the output folder.
         options: of the search.
         loaded: the model.
-        targets: targets to build. One without a plan may have failed when the plan was made.
+        targets: targets to build.
         method: the range method that the user chose, or its name; None for the default.
 
     Raises:
@@ -225,7 +226,7 @@ def refuse_wrong_plan(
     match_nodes(loaded.model, plans.float_nodes)
     for target in targets:
         if plans.targets and target.name not in plans.targets:
-            continue
+            continue  # it may have failed when the plan was made
         plan = _find_earlier_plan(target, options, plans) or TargetPlan()
         _check_names(loaded.model, plan)
         if not target.own_method:  # else it ignores --method
@@ -249,20 +250,22 @@ def _refuse_search_options(options: Tuning) -> None:
 def _check_method(target: str, choices: Choices, method: Method | None) -> None:
     """Refuse a plan whose ranges are found by another method than the calibration of this build.
 
-    `target`: its name. `method`: the method that the user chose; None for the default, with which
-    the statistics of all comparable methods are observed.
+    Args:
+        target: name of the target.
+        choices: of its plan.
+        method: the method that the user chose; None for the default, with which the statistics of
+            all comparable methods are observed.
     """
-    planned_method = choices.method
+    planned_method = choices.method  # of all tensors but those in `choices.methods`
     if method is not None and method != planned_method and (planned_method or choices.methods):
         raise ConfigError(
             f"ranges are found by the plan's methods or by the user's, got both for {target};"
             " leave --method out, or the methods in the plan"
         )
-    comparable_names = [name for name, _ in COMPARABLE]
     if (
         method is None
         and planned_method is not None
-        and planned_method.name not in comparable_names
+        and planned_method.name not in dict(COMPARABLE)
     ):
         raise ConfigError(
             f"the plan of {target} has ranges of another calibration; build with --method"
@@ -274,7 +277,7 @@ def _check_names(model: ModelProto, plan: TargetPlan) -> None:
     """Refuse a plan that names nodes or tensors that the model does not have."""
     nodes = model.graph.node
     tensors = {name for node in nodes for name in (*node.input, *node.output)}
-    _refuse_unknown("nodes", plan.choices.float_nodes, {node.name for node in nodes})
+    _refuse_unknown("nodes", plan.choices.float_nodes, names_of(nodes))
     _refuse_unknown("tensors", plan.choices.methods, tensors)
 
 
