@@ -92,14 +92,14 @@ class JoinedLayers:
     concat: onnx.NodeProto | None = None
 
     @property
-    def nodes(self) -> tuple[onnx.NodeProto, ...]:
+    def nodes(self) -> Nodes:
         """All nodes; the last one produces the tensor."""
         nodes: Nodes = []
         for part in self.parts:
             nodes += (part.layer, *part.moves)
         if self.concat is not None:
             nodes.append(self.concat)
-        return tuple(nodes)
+        return nodes
 
     def links(self) -> Iterator[tuple[onnx.NodeProto, onnx.NodeProto, int]]:
         """Yield (node, the node that reads it, at which input) for all nodes but the last."""
