@@ -724,6 +724,46 @@ def test_unread_change_in_place_stays(change):
     assert torch.allclose(folded(x), model(x), atol=1e-5)
 
 
+def test_inputs_passed_by_name_fold():
+    def by_name(self, x):
+        x = self.bn(input=F.dropout(input=self.conv(input=x), training=False))
+        x = F.relu(input=self.deconv(input=x, output_size=(14, 14)))
+        return self.bn1(input=self.head(input=torch.flatten(input=x, start_dim=1)))
+
+    parts = {"conv": nn.Conv2d(3, 4, 3), "bn": nn.BatchNorm2d(4), "bn1": nn.BatchNorm1d(5)}
+    parts |= {"deconv": nn.ConvTranspose2d(4, 2, 3, stride=2), "head": nn.Linear(2 * 196, 5)}
+    model = with_statistics(module(by_name, **parts))
+    fused, report = fuse(model)
+    assert report.counts() == {"Conv+BN": 1, "ConvTranspose+ReLU": 1, "Linear+BN": 1}
+    x = torch.randn(2, 3, 8, 8)
+    assert torch.allclose(fused(x), model(x), atol=1e-5)
+
+
+@pytest.mark.parametrize("has_forward_hook", [False, True])
+@pytest.mark.parametrize(
+    "make_computed",
+    [
+        nn.utils.weight_norm,
+        nn.utils.spectral_norm,
+        nn.utils.parametrizations.weight_norm,
+        lambda conv: nn.utils.prune.l1_unstructured(conv, "weight", 0.5),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated")
+def test_computed_weights_are_traced(make_computed, has_forward_hook):
+    with torch.enable_grad():
+        conv = make_computed(nn.Conv2d(3, 4, 3))
+    model = nn.Sequential(conv, nn.BatchNorm2d(4)).eval()
+    if has_forward_hook:
+        conv.register_forward_hook(lambda _conv, _inputs, output: 2 * output)
+    x = torch.randn(2, 3, 8, 8)
+    traced = trace(model)
+    assert torch.equal(traced(x), model(x))
+    assert isinstance(conv.weight, torch.Tensor)
+    if not has_forward_hook:
+        assert torch.allclose(fuse(traced)[0](x), model(x), atol=1e-5)
+
+
 def test_functional_layer_with_computed_padding_stays():
     def pad_by_size(self, x):
         return F.conv2d(x, self.weight, padding=x.shape[-1] // 8)

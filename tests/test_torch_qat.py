@@ -25,6 +25,7 @@ from deploy.fx.fakequant import lsq_round
 from deploy.fx.int8_layers import WeightQuant
 from deploy.fx.prepare import prepare
 from deploy.fx.qat import Task, clamp_scales, copy_scales, learn_scales, train
+from deploy.fx.trace import trace
 from deploy.targets import OnnxRuntime
 from tests.models import run_net
 from tests.torch_placed import observers_of
@@ -289,6 +290,14 @@ def test_different_teacher_needs_layer_pairs(small, wording):
     unfit_distiller = Distiller(prepared, nn.Sequential(nn.Flatten(), nn.Linear(64, 5)))
     with pytest.raises(errors.ModelError, match="equal shapes"):
         unfit_distiller.loss((x,), prepared(x))
+
+
+def test_distilled_block_is_refused(small):
+    student = trace(small)
+    distiller = Distiller(student, small, [("features", "features")])
+    x = torch.randn(2, 1, 8, 8)
+    with pytest.raises(errors.ConfigError, match="features has none"):
+        distiller.loss((x,), student(x))
 
 
 @pytest.mark.slow

@@ -85,6 +85,26 @@ def test_chunks_that_are_stacked_are_prepared():
     assert isinstance(prepared.quant_last, nn.Flatten)
 
 
+@pytest.mark.parametrize(("norms", "leaves"), [("fold", ["side"]), ("train", ())])
+def test_output_size_is_kept(norms, leaves):
+    def upsample(self, x):
+        y = self.up(self.conv(x), output_size=self.side(x).shape[2:])
+        return self.last(self.bn(y))
+
+    parts = {"conv": nn.Conv2d(3, 8, 3, stride=2), "up": nn.ConvTranspose2d(8, 4, 3, stride=2)}
+    parts |= {"side": nn.ReLU(), "bn": nn.BatchNorm2d(4), "last": nn.Conv2d(4, 4, 1)}
+    model = module(upsample, **parts).eval()
+    batches = [(torch.randn(2, 3, 8, 8),)]
+    options = {"target": "tensorrt", "norms": norms, "leaves": leaves}
+    prepared = calibrated(model, batches, **options)
+    outputs = prepared.train()(*batches[0])
+    assert outputs.shape == model(*batches[0]).shape == (2, 4, 8, 8)
+    converted = convert(prepared)
+    assert isinstance(converted.up, IntLayer)
+    agreement = compare_with_torch(to_onnx(converted, batches[0]), converted, batches)
+    assert agreement.codes <= 1.0
+
+
 def grid_of(quant):
     """Scale and zero point as plain numbers."""
     return float(quant.scale), int(quant.zero_point)

@@ -120,7 +120,8 @@ def graph_of(
             remedy.
     """
     if isinstance(model, fx.GraphModule):
-        return copy.deepcopy(model)
+        graph_copy: Any = plain_copy(model)
+        return graph_copy  # type: ignore[no-any-return]
     if leaves or inputs is None:
         return trace(plain_copy(model), leaves=leaves)
 

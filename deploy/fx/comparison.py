@@ -65,7 +65,7 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
     elif is_dataclass(value):
         items = [getattr(value, field.name) for field in fields(value)]
     elif isinstance(value, list | tuple):
-        items = value
+        items = list(value)
     else:
         attributes = getattr(value, "__dict__", {})
         if any(isinstance(attribute, torch.Tensor) for attribute in attributes.values()):

@@ -43,6 +43,7 @@ from deploy.fx.operations import (
     called_module,
     calls_of_module,
     delete_unused_modules,
+    input_of,
     is_op,
     module_calls,
     replace_layer,
@@ -91,9 +92,9 @@ class LayerWithRelu(nn.Module):
         super().__init__()
         self.layer = layer
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return relu(layer(x))."""
-        return torch.relu_(self.layer(x))
+    def forward(self, *inputs: Any) -> torch.Tensor:
+        """Return relu(layer(x)); a ConvTranspose has a second input, `output_size`."""
+        return torch.relu_(self.layer(*inputs))
 
 
 def fuse(
@@ -314,7 +315,7 @@ def _fold_into_layer(
 
 def _bypass(node: Any) -> None:
     """Let the readers of a call read its input."""
-    replace_node(node, node.args[0])
+    replace_node(node, input_of(node))
 
 
 def _with_norm_after(layer: Any, norm: nn.Module) -> Any:
@@ -341,7 +342,7 @@ def _fuse_relu(graph_module: fx.GraphModule, relu: fx.Node, report: FuseReport) 
     has not, none is removed, and `report` gets the reason. A ReLU after something else than a layer
     stays, without a reason.
     """
-    layer_call: Any = relu.args[0]
+    layer_call = input_of(relu)
     layer = called_module(graph_module, layer_call)
     if layer is None or not (isinstance(layer, FOLDABLE) or is_norm(layer)):
         return set()

@@ -6,7 +6,7 @@ saturates, as in `calibrators.weights`, but on torch tensors of any device.
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -71,20 +71,32 @@ def find_weighted_layers(model: nn.Module) -> list[tuple[str, str]]:
 
 
 def apply_layer(
-    layer: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    layer: Any,
+    x: torch.Tensor,
+    output_size: Sequence[int] | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return layer(x) with another weight and bias of the same shape."""
+    """Return layer(x) with another weight and bias of the same shape.
+
+    `output_size`: that of a ConvTranspose, whose output padding follows from it; else None.
+    """
     if isinstance(layer, nn.Linear):
         return functional.linear(x, weight, bias)
     if isinstance(layer, TRANSPOSED):
-        conv_transpose = getattr(functional, f"conv_transpose{len(layer.kernel_size)}d")
+        dims = len(layer.kernel_size)
+        find_output_padding: Any = layer._output_padding
+        output_padding = find_output_padding(
+            x, output_size, layer.stride, layer.padding, layer.kernel_size, dims, layer.dilation
+        )
+        conv_transpose = getattr(functional, f"conv_transpose{dims}d")
         return conv_transpose(
             x,
             weight,
             bias,
             layer.stride,
             layer.padding,
-            layer.output_padding,
+            output_padding,
             layer.groups,
             layer.dilation,
         )
@@ -224,10 +236,10 @@ class QatLayer(nn.Module):
         layer: Any = self.layer
         return layer.weight, layer.bias
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, output_size: Sequence[int] | None = None) -> torch.Tensor:
         """Return the layer's output, of the same shape as without quantization."""
         weight, bias = self.folded()
-        return apply_layer(self.layer, x, self.weight_quant(weight), bias)
+        return apply_layer(self.layer, x, output_size, self.weight_quant(weight), bias)
 
 
 class QatConvBn(QatLayer):
@@ -258,16 +270,16 @@ class QatConvBn(QatLayer):
         bias = shift if layer.bias is None else layer.bias * factor + shift
         return scale_outputs(layer, layer.weight, factor), bias
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, output_size: Sequence[int] | None = None) -> torch.Tensor:
         """Return the norm's output."""
         if self.frozen or not self.training:
-            return super().forward(x)
+            return super().forward(x, output_size)
         layer: Any = self.layer
         factor, _shift = trained_factors(self.norm)
         factor = torch.where(factor.abs() > 1e-12, factor, 1e-12).detach()  # it is divided by
         weight = self.weight_quant(scale_outputs(layer, layer.weight, factor))
         channels = (1, -1, *[1] * (weight.dim() - 2))
-        y = apply_layer(layer, x, weight, None) / factor.reshape(channels)
+        y = apply_layer(layer, x, output_size, weight, None) / factor.reshape(channels)
         if layer.bias is not None:
             y = y + layer.bias.reshape(channels)
         return self.norm(y)
@@ -363,9 +375,9 @@ class IntLayer(ExportedModule):
             version=18,
         )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, output_size: Sequence[int] | None = None) -> torch.Tensor:
         """Return the layer's output, computed in float from the integers."""
-        return apply_layer(self.layer, x, self.weight(), self.bias)
+        return apply_layer(self.layer, x, output_size, self.weight(), self.bias)
 
     def _along_axis(self, scale: torch.Tensor) -> torch.Tensor:
         return _align(scale, self.axis, self.weight_dims)

@@ -22,6 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from deploy.fx.operations import (
     arguments_by_name,
     called_module,
+    input_of,
     is_call,
 )
 
@@ -41,9 +42,9 @@ def path_to_layer(graph_module: fx.GraphModule, norm: fx.Node) -> list[Any]:
     The norm itself is not on the path. The last value is the call of a layer if the norm follows
     one, or it may be no node at all.
     """
-    path: list[Any] = [norm.args[0]]
+    path: list[Any] = [input_of(norm)]
     while isinstance(path[-1], fx.Node) and _is_transparent(graph_module, path[-1]):
-        path.append(path[-1].args[0])
+        path.append(input_of(path[-1]))
     return path
 
 

@@ -70,6 +70,11 @@ def called_once(graph_module: fx.GraphModule, call: fx.Node) -> bool:
     return len(calls_of_module(graph_module, call)) == 1
 
 
+def input_of(call: fx.Node) -> Any:
+    """Return the first argument of a call; a function of torch may get it as `input=x`."""
+    return call.args[0] if call.args else call.kwargs["input"]
+
+
 def replace_node(node: fx.Node, replacement: fx.Node) -> None:
     """Let the readers of a node read another one, and remove the node."""
     node.replace_all_uses_with(replacement)

@@ -9,9 +9,12 @@ torch.fx traces a torch.nn layer as one node, hooks included, and passes that re
 would lose them. So forward hooks of layers are traced as separate nodes::
 
     conv with a forward hook (y -> 2 y)      becomes      conv -> mul
+
+A layer whose weight is computed in every forward, such as by weight norm, keeps its hooks.
 """
 
 import copy
+import inspect
 import os
 import sys
 import traceback
@@ -31,7 +34,12 @@ from torch.fx.proxy import TracerBase
 from deploy.errors import ConfigError, ModelError
 from deploy.fx.model_inputs import input_names
 from deploy.fx.norms import is_frozen_norm
-from deploy.fx.plain_copy import refuse_reserved_names, replace_submodule, unwrap
+from deploy.fx.plain_copy import (
+    computed_weights,
+    refuse_reserved_names,
+    replace_submodule,
+    unwrap,
+)
 from deploy.fx.source import user_code_line
 
 Function = Callable[..., Any]
@@ -125,22 +133,28 @@ class LeafTracer(ClassKeepingTracer, fx.Tracer):
         `forward` is not the forward of the module but torch's `nn.Module.__call__` of it, which
         torch.fx has replaced: it runs the hooks, and `m.forward` between them.
         """
+        record_call = super().call_module
         name = self.path_of_module(m)
-        is_layer = self.is_leaf_module(m, name) and not self._is_chosen(m, name)
-        if is_layer and has_hooks(m):
-            self.unhooked_layers.add(name)
-            record_call = super().call_module
+        if self._is_chosen(m, name) or not self.is_leaf_module(m, name):
+            return record_call(m, forward, args, kwargs)
 
-            def record_forward(*args: Any, **kwargs: Any) -> Any:
-                return record_call(m, forward, args, kwargs)
+        signature = inspect.signature(m.forward)
 
-            # the hooks run and are traced; in place of the layer's forward, its call is recorded
-            m.forward = record_forward
-            try:
-                return forward(*args, **kwargs)
-            finally:
-                del m.forward
-        return super().call_module(m, forward, args, kwargs)
+        def record_layer(*args: Any, **kwargs: Any) -> Any:
+            # `layer(input=x)` becomes `layer(x)`: passes read the input by position
+            arguments = signature.bind(*args, **kwargs)
+            return record_call(m, forward, arguments.args, arguments.kwargs)
+
+        # what computes a weight is no part of the graph: such a layer stays as it is, with hooks
+        if not has_hooks(m) or computed_weights(m):
+            return record_layer(*args, **kwargs)
+        self.unhooked_layers.add(name)
+        # the hooks run and are traced; in place of the layer's forward, its call is recorded
+        m.forward = record_layer
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            del m.forward
 
 
 def _has_code_to_wrap(module: object) -> bool:
