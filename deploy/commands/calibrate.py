@@ -25,11 +25,15 @@ if TYPE_CHECKING:
     from deploy.pipeline.build_options import CalibrationOptions
     from deploy.targets import Target
 
+_CACHE_OUT = base.general_option(
+    "-o", "--out", type=base.FILE, help="Cache file.  [default: MODEL.cache]"
+)
+
 
 @base.sectioned_command()
 @quietable()
 @base.model_argument
-@base.general_option("-o", "--out", type=base.FILE, help="Cache file.  [default: MODEL.cache]")
+@_CACHE_OUT
 @base.image_option(
     "--shard",
     metavar="I/N",
@@ -125,7 +129,7 @@ def _parse_shard(text: str) -> tuple[int, int]:
 @quietable()
 @base.model_argument
 @click.argument("shards", nargs=-1, required=True, type=base.INPUT)
-@base.general_option("-o", "--out", type=base.FILE, help="Cache file.  [default: MODEL.cache]")
+@_CACHE_OUT
 @target_options(lambda option: option.changes_observations)
 @model_options
 @calibration_options
