@@ -284,6 +284,13 @@ def test_quantized_model_is_not_searched_next():
     assert "calib8 build FLOAT.onnx" in first_step(report)
 
 
+def test_next_build_names_the_model_of_float():
+    report = detector("doubtful", boxes=60, samples=60, is_quantized=True)
+    reference = replace(report.engines[0], path="net.onnx")  # --float net.onnx
+    report = replace(report, engines=(reference, *report.engines[1:]))
+    assert "calib8 build net.onnx" in first_step(report)
+
+
 @pytest.mark.parametrize(("effort", "flags"), [(0, "--effort 1"), (1, "--prefer accuracy")])
 def test_followed_effort_is_not_the_next_step(effort, flags):
     """Even if nothing was searched, as for a model without a choice."""

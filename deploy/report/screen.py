@@ -497,7 +497,12 @@ def _rebuild_steps(report: Findings, target: TargetPart, verdict: Verdict) -> It
     if options_file and request.is_quantized and engine is not None and engine.accuracy is None:
         yield f"measure it: {command} --images PATH"
     if request.is_quantized:
-        yield "the float model that it was made from: calib8 build FLOAT.onnx --images FOLDER"
+        # the reference is the model of --float; without --float the Q/DQ model itself
+        float_path = report.reference.path if report.reference else None
+        if float_path is None or (report.model and report.model.path == float_path):
+            float_path = "FLOAT.onnx"
+        float_build = f"calib8 build {shlex.quote(float_path)} --images FOLDER"
+        yield f"the float model that it was made from: {float_build}"
     elif options_file and not verdict.gated:  # gated: the engine misses a limit of the user's
         effort = request.effort.get(target.name, 0)  # of the target's search, 0 for none
         yield from _effort_steps(request, effort, options_file, command)
