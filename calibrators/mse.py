@@ -155,7 +155,8 @@ def _block_errors(
     # one array, changed in place: the stored values of the centres, as numbers of steps; then these
     # in the unit of the centres; then their differences from the centres
     errors = round_to_grid(centres[None, :] / step_widths[:, None], grid)
-    np.clip(errors, lowest[:, None], highest[:, None], out=errors)
+    np.maximum(errors, lowest[:, None], out=errors)  # np.clip takes three times as long
+    np.minimum(errors, highest[:, None], out=errors)
     errors *= step_widths[:, None]
     errors -= centres
     if power in (2, 3):  # products are much faster than powers

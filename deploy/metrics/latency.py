@@ -7,7 +7,8 @@ start. So every round runs each session once, in alternating order, and the nois
             A  B   B  A   A  B   B  A   ...
 
 Each letter is two runs, of which the second is timed: the first finds the caches full of the other
-engine's weights, which does not happen to an engine that is deployed alone.
+engine's weights, which does not happen to an engine that is deployed alone. To a run of 15 ms that
+makes a difference of 1 %, so long runs are all timed.
 
 The clock depends on where the sessions run::
 
@@ -47,6 +48,7 @@ _MAX_CV_PERCENT = 2.5  # trtexec's limit for the coefficient of variance
 _STRETCHES = 10  # of the runs, whose ratios give the interval of a speed-up
 _SETTLED_RATIO = 1.1  # high over low of an interval that longer measuring would hardly change
 _MIN_SETTLED_SHARE = 1 / 6  # of the duration, for which sessions run at least
+_LONG_RUN_MS = 10  # a run of this time takes about as long with caches that hold other weights
 _TICK_MS = 1e-6  # a coarse clock may measure 0
 _HAS_THREAD_CLOCK = os.name == "posix"  # Windows counts CPU time in ticks of 15.6 ms
 
@@ -344,6 +346,10 @@ class _TimedSession:
     host_ms: list[float] = field(default_factory=list)
     device_times: list[DeviceTimes] = field(default_factory=list)
 
+    def is_long(self) -> bool:
+        """Whether its last run was long; False before the first."""
+        return bool(self.latency_ms) and self.latency_ms[-1] > _LONG_RUN_MS
+
     def run(self, feed: Outputs) -> None:
         """Run the session once and store its times."""
         start = time.perf_counter()
@@ -433,7 +439,7 @@ def _run_rounds(
     while round_count < rounds or time.perf_counter() - start < seconds:
         feed = feeds[round_count % len(feeds)]
         for timed_session in running_order:
-            if len(sessions) > 1:
+            if len(sessions) > 1 and not timed_session.is_long():
                 timed_session.session.run(feed)  # untimed: refills caches, wakes its threads
             timed_session.run(feed)
         if time.perf_counter() - start >= earliest_end_s and _is_settled(timed_sessions):
@@ -458,7 +464,6 @@ def _is_settled(timed_sessions: Mapping[str, _TimedSession]) -> bool:
 
 
 def _round_s(timed_sessions: Mapping[str, _TimedSession]) -> float:
-    """Median duration in seconds of the rounds so far, untimed runs included."""
-    runs_per_round = 2 if len(timed_sessions) > 1 else 1
+    """Median duration in seconds of the timed runs of a round so far."""
     medians_ms = [statistics.median(session.host_ms) for session in timed_sessions.values()]
-    return runs_per_round * sum(medians_ms) / 1e3
+    return sum(medians_ms) / 1e3

@@ -8,10 +8,11 @@ sure, so a few samples are run in other readings too, and compared by a sign tes
     as BGR   2.6  0.0  1.8  2.0
     better    +    =    +    -           13 of 16, or 6 of 6, are more than chance
 
-A reading ends with its fourth loss, so right inputs take a few runs. A wrong scale saturates
-scores, which looks sure: other scales are tried only for a detector that finds next to nothing, and
-whose first layer does not contradict (`deploy.calibration.input_checks`). With labels, readings are
-tried if most images are of another class than FP32's, and count by the images that are right.
+A reading ends once the samples left cannot make it win, so right inputs take a few runs. A wrong
+scale saturates scores, which looks sure: other scales are tried only for a detector that finds next
+to nothing, and whose first layer does not contradict (`deploy.calibration.input_checks`). With
+labels, readings are tried if most images are of another class than FP32's, and count by the images
+that are right.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -38,7 +39,6 @@ from deploy.tensors import Array
 from deploy.terminal import phase
 
 SAMPLES = 16
-MAX_LOSSES = 3  # of 16 samples; more are chance
 MIN_DEVIATIONS = 2.4  # by which wins exceed losses: 2 % of chance
 MIN_GAIN = 1.15  # confidence of a better reading, times that of the one in use
 MAX_SILENT_BOXES = 4  # boxes in all samples up to which other scales are tried
@@ -225,8 +225,8 @@ def score_reading(
 ) -> list[Floats] | None:
     """Return the scores of each sample in another reading, such as another order of the colors.
 
-    None if the float model is less sure of more than `MAX_LOSSES` samples than it is in the reading
-    in use. The remaining samples are then not run.
+    None if it cannot be better than the reading in use, whatever the remaining samples hold
+    (`is_beyond_chance`). They are then not run.
 
     Args:
         samples: (inputs in the reading in use, label or None) of each sample.
@@ -236,7 +236,7 @@ def score_reading(
         other_preprocess: the other one.
     """
     scores: list[Floats] = []
-    less_sure_count = 0
+    surer_count = less_sure_count = 0
     for (sample, label), current_sample_scores in zip(samples, current_scores, strict=True):
         converted_sample = {
             name: renormalize(array, current_preprocess, other_preprocess)
@@ -244,9 +244,12 @@ def score_reading(
         }
         other_scores = score(converted_sample, label)
         scores.append(other_scores)
-        if confidence_of(other_scores) < confidence_of(current_sample_scores):
-            less_sure_count += 1
-        if less_sure_count > MAX_LOSSES:
+        confidence = confidence_of(other_scores)
+        current_confidence = confidence_of(current_sample_scores)
+        surer_count += confidence > current_confidence
+        less_sure_count += confidence < current_confidence
+        remaining_count = len(current_scores) - len(scores)
+        if not is_beyond_chance(surer_count + remaining_count, less_sure_count):
             return None
     return scores
 
@@ -301,12 +304,22 @@ def is_better(scores: Sequence[Floats], current_scores: Sequence[Floats]) -> boo
     """
     confidences = np.array(list(map(confidence_of, scores)))
     current_confidences = np.array(list(map(confidence_of, current_scores)))
-    signs = np.sign(confidences - current_confidences)  # 1: surer; -1: less sure; 0: equally
-    # by chance their sum is about 0; its deviation is the root of the number of unequal samples
-    is_beyond_chance = signs.sum() >= MIN_DEVIATIONS * sqrt(np.abs(signs).sum())
+    surer_count = int((confidences > current_confidences).sum())
+    less_sure_count = int((confidences < current_confidences).sum())
     is_much_surer = confidences.sum() > MIN_GAIN * current_confidences.sum()
     has_too_many_boxes = count_clear_scores(scores) > MAX_BOXES * len(scores)  # they are noise
-    return bool(is_beyond_chance and is_much_surer and not has_too_many_boxes)
+    is_surer_by_sign = is_beyond_chance(surer_count, less_sure_count)
+    return bool(is_surer_by_sign and is_much_surer and not has_too_many_boxes)
+
+
+def is_beyond_chance(surer_count: int, less_sure_count: int) -> bool:
+    """Whether the float model is surer of more samples than chance would give (a sign test).
+
+    By chance the difference of the two numbers is about 0. Its deviation is the root of their sum,
+    the number of samples of which the model is not equally sure.
+    """
+    deviation = sqrt(surer_count + less_sure_count)
+    return surer_count - less_sure_count >= MIN_DEVIATIONS * deviation
 
 
 def describe_crop(feed: Feed, preprocess: Preprocess) -> str:

@@ -13,8 +13,8 @@ from deploy.tensors import Array, Session
 from deploy.terminal import phase
 from deploy.tuning.search_options import Trial
 
-_SPLIT_S = 0.2  # of timing a split
-_MIN_ROUNDS = 5  # of timing splits, in each of which every split runs twice
+_SPLIT_S = 0.1  # of timing a split
+_MIN_ROUNDS = 5  # of timing splits, in each of which every split is timed once
 
 
 def has_device(target: Target) -> bool:
