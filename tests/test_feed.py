@@ -135,6 +135,15 @@ def test_csv_lists_images_with_labels(photos):
     assert open_feed(photos / "list.csv", [IMAGE]).names == ("b,1",)
 
 
+def test_label_with_a_decimal_comma_is_refused(photos):
+    (photos / "list.txt").write_text("b.png 1,5\n")
+    with pytest.raises(FeedError, match=r"whole number from 0, got '1,5' on line 1 of .*list.txt;"):
+        read_list(photos / "list.txt")
+    shutil.copy(photos / "b.png", photos / "b.png 1")  # then the comma is the separator
+    (file,) = read_list(photos / "list.txt")
+    assert (file.name, file.label) == ("b.png 1", 5)
+
+
 def test_first_line_with_a_label_or_of_a_plain_list_is_no_header(photos):
     (photos / "u,v").mkdir()
     for name in ("p", "q"):
@@ -561,7 +570,7 @@ def test_16_bit_colour_images_are_cut(suffix, tmp_path):
     feed = open_feed(tmp_path, [IMAGE], preprocess=Preprocess(scale=1.0, color="bgr"))
     (batch,) = collect(feed)
     assert np.abs(batch["image"][0].transpose(1, 2, 0) - pixels / 257).max() < 1
-    assert "1 images have 16 bits a channel and are cut" in feed.notes[-1]
+    assert "1 image has 16 bits a channel and is cut" in feed.notes[-1]
 
 
 def test_list_may_name_file_per_input(tmp_path, wording):

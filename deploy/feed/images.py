@@ -157,7 +157,14 @@ def _parse_line(list_path: Path, number: int, line: str) -> tuple[str, int | Non
     folder = list_path.parent
     if os.path.isfile(folder / line):
         return line, None
-    for separator in (",", None):  # None stands for white space
+    separators: list[str | None] = [",", None]  # None stands for white space
+    # in "a.jpg 1,5" the comma is that of a label, which is refused below, if only "a.jpg" is a file
+    path, last_word = ["", *line.rsplit(None, 1)][-2:]
+    before_comma = line.rpartition(",")[0]
+    is_decimal = re.fullmatch(r"\d+,\d+", last_word) is not None
+    if is_decimal and os.path.isfile(folder / path) and not os.path.isfile(folder / before_comma):
+        separators.remove(",")
+    for separator in separators:
         name, last_word = ["", *line.rsplit(separator, 1)][-2:]
         if separator:  # a csv may quote the path
             name, last_word = name.strip(' "'), last_word.strip()
