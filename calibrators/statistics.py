@@ -214,7 +214,8 @@ def read_numbers(arrays: Arrays, *, reals: int, wholes: int) -> tuple[list[float
 def find_trouble(histogram: Histogram) -> str | None:
     """Return why a tensor gets no scale, or None if it gets one."""
     if histogram.infinite:
-        return f"held {histogram.infinite} infinite values"
+        noun = "value" if histogram.infinite == 1 else "values"
+        return f"held {histogram.infinite} infinite {noun}"
     if histogram.total == 0:
         return "was empty in every sample"
     if histogram.amax == 0:

@@ -91,7 +91,13 @@ def list_first(texts: Sequence[str], max_count: int) -> str:
     return text
 
 
-_PLURALS = {"box": "boxes", "class": "classes", "entry": "entries", "index": "indices"}
+_PLURALS = {
+    "batch": "batches",
+    "box": "boxes",
+    "class": "classes",
+    "entry": "entries",
+    "index": "indices",
+}
 
 
 def counted(number: int, noun: str) -> str:

@@ -465,7 +465,7 @@ def test_forms_threads_and_cache_agree(adaround_build, built, monkeypatch):
 def test_other_layers_keep_their_arq_weights(arq_build, built):
     fc = "calibration_config { ada_quantize { num_iteration: 100 } }"
     output, out = built(f'{ARQ} override_layer_configs {{ layer_name: "fc" {fc} }}', out="ada")
-    assert "of 1 layers" in output
+    assert "of 1 layer," in output
     assert "ARQ and AdaRound" in output
     changed = {n for n, codes in integers(out).items() if (codes != integers(arq_build)[n]).any()}
     assert changed == {"w4"}

@@ -215,7 +215,7 @@ def test_command_repairs_before_choosing_float(auto, command, uneven, images, tm
     """The rounded model and the record are what was judged."""
     output = auto(uneven, images, tmp_path, "--max-loss", "1e-4")
     assert "4 layers in int8, 0 in float" in output
-    assert "DMQ balances 1 layers, with a multiplication more in front of each, by the" in output
+    assert "DMQ balances 1 layer, with a multiplication more in front of each, by the" in output
     assert "largest values of 12 images." in output
     assert "adaptive rounding: " in output
     assert "uneven_modified_model.onnx is the" in output

@@ -265,7 +265,7 @@ def test_fixed_batch_model_takes_full_batches(ascend_record, fixed):
     assert "the model's batch size, 4, got 6" in err
     _, config, output = ascend_record(fixed, 8, "--amct-batch", 8)
     assert config.batch_num == 1
-    assert "8 samples in 1 batches of 8" in output
+    assert "8 samples in 1 batch of 8" in output
     _, config, output = ascend_record(fixed, 8)
     assert config.batch_num == 2
     assert "8 samples in 2 batches of 4" in output

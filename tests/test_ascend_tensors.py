@@ -197,7 +197,7 @@ def test_layer_cache_serves_quantized_inputs(built, tmp_path):
     assert "in part" not in output  # r1 is what Conv_c2 reads
     output, _ = built("batch_num: 6\n" + tensor("Add_a", 0), *cache, out="third")
     assert "reused in part" in output
-    assert "lacks 1 observations" in output
+    assert "lacks 1 observation " in output
 
 
 @pytest.mark.parametrize("attribute", ["scale", "dtype"])

@@ -420,7 +420,7 @@ def test_image_copies_are_reported(pictures, tmp_path, build):
     assert "once more" not in build(*arguments)
     original, *other_paths = sorted(train.iterdir())
     shutil.copy(original, train / "again.png")
-    assert "1 of the 21 images are copies" in build(*arguments)
+    assert "1 of the 21 images is a copy" in build(*arguments)
     for number, path in enumerate(other_paths[:2]):
         shutil.copy(path, train / f"again{number}.png")
         shutil.copy(path, val / f"again{number}.png")

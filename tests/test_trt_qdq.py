@@ -636,7 +636,7 @@ def test_efficientnet_scales_cover_all_but_logits(efficient, run, tmp_path):
     assert set(full) - set(dla) == {"logits"}
     assert set(dla) <= set(full)
     lines = output.splitlines()
-    assert any(line.startswith("1 tensors have no ") for line in lines)
+    assert any(line.startswith("1 tensor has no ") for line in lines)
     assert any(line.strip().endswith("int8: logits") for line in lines)
     assert all(dla[name] == scale for name, scale in pairs.items())
     equal_names = {"se1": "se2", "c4": "a4", "both": "small", "mean": "flat", "c5": "a5"}

@@ -218,7 +218,8 @@ def _quantize_by_scales(
         return quantize_per_tensor(values, scales[0], zero_points[0], dtype)
     raise ConfigError(
         "several scales need the --axis of their channels, got"
-        f" {len(scales)} scales and {len(zero_points)} zero points; give --axis, or one of each"
+        f" {counted(len(scales), 'scale')} and {counted(len(zero_points), 'zero point')};"
+        " give --axis, or one of each"
     )
 
 
@@ -301,7 +302,7 @@ def _to_real(array: NDArray[Any]) -> Real:
         ValueError: no values, other than real numbers, or some that are infinite in float32.
     """
     if array.dtype.kind not in "fiub" or not array.size:
-        raise ValueError(f"{array.size} values of {array.dtype}")
+        raise ValueError(f"{counted(array.size, 'value')} of {array.dtype}")
     with np.errstate(over="ignore"):  # an overflow is reported below
         values = array.astype(np.float32)
     infinite_count = int(np.isinf(values).sum())

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import onnx
 
+from deploy.errors import counted
 from deploy.feed.feed import FeedSource
 from deploy.frontends import LoadedModel, load
 from deploy.graph.index import match_nodes
@@ -41,7 +42,8 @@ class TargetInspection:
 
     def lines(self, *, everything: bool) -> Iterator[str]:
         """Yield the nodes by operator and reason, or every node by its name."""
-        yield f"{len(self.tensors)} tensors need a scale"
+        verb = "needs" if len(self.tensors) == 1 else "need"
+        yield f"{counted(len(self.tensors), 'tensor')} {verb} a scale"
         yield from self._all_nodes() if everything else self._node_groups()
 
     @property
@@ -72,7 +74,7 @@ class TargetInspection:
             yield line
         if len(groups) > _MAX_ROWS:
             hidden_count = sum(count for _, count in groups[_MAX_ROWS:])
-            yield f"  and {hidden_count} nodes of other kinds"
+            yield f"  and {counted(hidden_count, 'node')} of other kinds"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -97,8 +99,8 @@ class Inspection(PrintedResult):
         """Return the nodes of each target by operator and reason, or every node by its name."""
         lines: list[str] = []
         for target in self.targets:
-            count = len(target.nodes)
-            lines.append(f"{self.model}: {count} nodes on {target.name}, {target.shares}")
+            nodes = counted(len(target.nodes), "node")
+            lines.append(f"{self.model}: {nodes} on {target.name}, {target.shares}")
             for spec in (*self.inputs, *self.outputs):
                 lines.append(f"  {spec.name} {spec.dtype} {list(spec.shape)}")
             lines += [f"  {note}" for note in self.notes]

@@ -23,7 +23,7 @@ from deploy.calibration.ranges import NoScaleReason, Ranges, RangeSet
 from deploy.calibration.reference_outputs import EvaluationSet
 from deploy.calibration.reuse import NO_CACHE
 from deploy.calibration.sample_checks import HalvesAgreement, Peaks
-from deploy.errors import ConfigError
+from deploy.errors import ConfigError, counted
 from deploy.feed.feed import FeedSource, preprocessing_notes
 from deploy.feed.samples import Feed
 from deploy.frontends import LoadedModel, load
@@ -170,7 +170,8 @@ class CalibrationResult(PrintedResult):
         """
         lines = [
             self._describe_file(file or self.cache),
-            f"{len(self.ranges.observed)} statistics of tensors from {self.feed.count} images",
+            f"{counted(len(self.ranges.observed), 'statistic')} of tensors from"
+            f" {counted(self.feed.count, 'image')}",
         ]
         searched = set(self.searched)  # observations in which the user's method searches ranges
         for target, observations in self.observations_by_target.items():
@@ -201,7 +202,9 @@ class CalibrationResult(PrintedResult):
             action = f"written in {self.seconds:.1f} s"
         share = self.feed.share
         if share is not None:
-            reason = f"shard {share} of {share.count} samples"  # such as "shard 2/4 of 100 samples"
+            reason = (
+                f"shard {share} of {counted(share.count, 'sample')}"  # "shard 2/4 of 100 samples"
+            )
         elif self.reason.endswith(NO_CACHE):  # the first calibration needs no reason
             return f"{path}: {action}"
         else:
@@ -212,9 +215,11 @@ class CalibrationResult(PrintedResult):
     def cost(self) -> str:
         """Work as text: "decoded 8 images, ran 8 inferences of the model folded"."""
         runs = [
-            f"{count} inferences of the model {variant}" for variant, count in self.runs.items()
+            f"{counted(count, 'inference')} of the model {variant}"
+            for variant, count in self.runs.items()
         ]
-        return f"decoded {self.feed.decodes} images, ran {', '.join(runs) or 'no inference'}"
+        images = counted(self.feed.decodes, "image")
+        return f"decoded {images}, ran {', '.join(runs) or 'no inference'}"
 
 
 class QdqModelRanges(Ranges):

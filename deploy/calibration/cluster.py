@@ -403,7 +403,8 @@ class ClusterRun:
     def notes(self, piece_count: int) -> tuple[str, ...]:
         """Return notes on where the samples were observed."""
         workers = counted(len(self._all_workers), "worker")
-        notes = [f"observed in {piece_count} pieces by {workers} of {self._cluster.address}"]
+        pieces = counted(piece_count, "piece")
+        notes = [f"observed in {pieces} by {workers} of {self._cluster.address}"]
         if self.lost_workers:
             addresses = ", ".join(self.lost_workers)
             notes.append(f"lost on the way, what they did was done elsewhere: {addresses}")

@@ -41,7 +41,7 @@ from deploy.calibration.observation import (
 from deploy.calibration.ranges import Ranges
 from deploy.calibration.sample_checks import Outlier, StabilityRule
 from deploy.calibration.store import Calibration
-from deploy.errors import CacheError, ConfigError, list_first
+from deploy.errors import CacheError, ConfigError, counted, list_first
 from deploy.files import staging
 from deploy.files.staging import Stage, stage_files
 
@@ -350,14 +350,17 @@ def _describe_match(
     # that changed: then `changes` has the part "order" (`_match_cache`)
     order_dependent_count = sum(observation.key in stored.keys for observation in missing)
     if order_dependent_count:
-        return f"{changes['order']}, and {order_dependent_count} observations go by it"
+        verb = "goes" if order_dependent_count == 1 else "go"
+        return (
+            f"{changes['order']}, and {counted(order_dependent_count, 'observation')} {verb} by it"
+        )
     if missing:
         kinds = dict.fromkeys(
             f"{observation.variant.key}: {observation.statistic.key}" for observation in missing
         )
         return (
-            f"{stored.path.name} lacks {len(missing)} observations that these targets and this"
-            f" method need ({list_first(list(kinds), _MAX_LISTED)})"
+            f"{stored.path.name} lacks {counted(len(missing), 'observation')} that these targets"
+            f" and this method need ({list_first(list(kinds), _MAX_LISTED)})"
         )
     if "method" in changes:
         return f"only {changes['method']}: searched again, the model was not run"

@@ -242,7 +242,7 @@ class HalvesAgreement:
         difference_count = len(self.differences)
         verb = "differs" if difference_count == 1 else "differ"
         sentence = (
-            f"{difference_count or 'none'} of {self.tensors} ranges {verb} by"
+            f"{difference_count or 'none'} of {counted(self.tensors, 'range')} {verb} by"
             f" {_percent(self.within)} or more between the halves of {self.samples} samples"
         )
         if self.differences:

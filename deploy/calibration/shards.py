@@ -47,7 +47,7 @@ from deploy.calibration.observation import (
 )
 from deploy.calibration.sample_checks import PeakRow, Peaks
 from deploy.calibration.store import BROKEN, StoredStatistics
-from deploy.errors import CacheError, ConfigError, FeedError
+from deploy.errors import CacheError, ConfigError, FeedError, counted
 from deploy.feed.file_list import RawSample
 from deploy.feed.samples import Feed
 from deploy.feed.sampling import Share
@@ -217,7 +217,7 @@ def _check_positions(shard: Shard) -> None:
     read_count = len(shard.digests)  # each image that was read has a digest
     is_incomplete = read_count < len(positions)
     if read_count > len(positions) or (is_incomplete and shard.counted is None):
-        raise ValueError(f"{read_count} digests of {len(positions)} samples")
+        raise ValueError(f"{counted(read_count, 'digest')} of {counted(len(positions), 'sample')}")
 
     read_positions = set(positions[:read_count])
     skipped_positions = set(shard.skipped)
@@ -336,7 +336,7 @@ class ShardSet:
 
     def __str__(self) -> str:
         """Return their number as text."""
-        return f"{len(self._shards)} shards"
+        return counted(len(self._shards), "shard")
 
     def observed(self, observations: Iterable[Observation], peaks: Peaks) -> ObservedStatistics:
         """Return the merged statistics, as one run over all samples would give them.
@@ -356,9 +356,9 @@ class ShardSet:
             ]
             if missing and shard.keys:  # a shard whose samples were all skipped has none
                 raise CacheError(
-                    f"{shard.archive} lacks {len(missing)} observations that these targets need,"
-                    f" such as {missing[0].statistic.key} of {missing[0].tensor!r}; merge for the"
-                    " targets and options that the shards were made for"
+                    f"{shard.archive} lacks {counted(len(missing), 'observation')} that these"
+                    f" targets need, such as {missing[0].statistic.key} of {missing[0].tensor!r};"
+                    " merge for the targets and options that the shards were made for"
                 )
         positions = self.feed.positions  # of its samples in the list of images, bad ones left out
         merged: dict[Key, Histogram] = {}

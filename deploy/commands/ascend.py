@@ -141,7 +141,7 @@ def config(model: Path, out: Path, batch_num: int, symmetric: bool, source: Path
     atomic.write_text(out, write_config(quant_config))
 
     int8_layers = quant_config.enabled_layers()
-    summary = f"{len(int8_layers)} of {len(quant_config.layers)} layers in int8"
+    summary = f"{len(int8_layers)} of {counted(len(quant_config.layers), 'layer')} in int8"
     if quant_config.tensors:
         summary += f", {counted(len(quant_config.tensors), 'input')} moved in int8"
     say(f"{out}: {summary}")

@@ -248,7 +248,7 @@ def to_qdq(
     )
     write_model(out, qdq_model)
     _print_match(match, everything=verbose)
-    say(f"{out}: {match.covered_tensor_count} tensors quantized")
+    say(f"{out}: {counted(match.covered_tensor_count, 'tensor')} quantized")
 
 
 @cache.command("from-qdq", short_help="Convert a Q/DQ model to a float model and a cache.")
@@ -322,9 +322,10 @@ _INFERENCE_TEXTS = {
 def _print_unpaired(names: list[str]) -> None:
     """Print the tensors at which the Q/DQ model has no pair, so that the cache lacks them."""
     if names:
+        verb, pronoun = ("has", "it") if len(names) == 1 else ("have", "them")
         say(
-            f"{len(names)} tensors have no pair and so no entry; TensorRT warns of a missing scale"
-            " there and runs them in float (--dla infers them):"
+            f"{counted(len(names), 'tensor')} {verb} no pair and so no entry; TensorRT warns of a"
+            f" missing scale there and runs {pronoun} in float (--dla infers {pronoun}):"
             f" {list_first(names, _MAX_NAMES)}"
         )
 
@@ -335,11 +336,13 @@ def _print_inferred(inferred: InferredScales) -> None:
         names = [name for name, tensor_level in inferred.levels.items() if tensor_level == level]
         if names:
             names_text = list_first(names, _MAX_NAMES)
-            say(f"{len(names)} scales without a pair {meaning}: {names_text}")
+            say(f"{counted(len(names), 'scale')} without a pair {meaning}: {names_text}")
     if inferred.missing:
+        verb, pronoun = ("has", "it") if len(inferred.missing) == 1 else ("have", "them")
         say(
-            f"{len(inferred.missing)} tensors have no scale, and nothing gives them one; layers"
-            f" that read or make them do not run in int8: {', '.join(inferred.missing)}"
+            f"{counted(len(inferred.missing), 'tensor')} {verb} no scale, and nothing gives"
+            f" {pronoun} one; layers that read or make {pronoun} do not run in int8:"
+            f" {', '.join(inferred.missing)}"
         )
 
 
@@ -398,8 +401,8 @@ def _document(source_cache: CalibrationCache) -> dict[str, object]:
 def _print_match(match: CacheMatch, *, everything: bool = True) -> None:
     """Print which entries and tensors go together, all of them or only the unexpected ones."""
     say(
-        f"{match.used_entry_count} of {len(match.entries)} entries used,"
-        f" {match.covered_tensor_count} of {len(match.tensors)} tensors covered"
+        f"{match.used_entry_count} of {counted(len(match.entries), 'entry')} used,"
+        f" {match.covered_tensor_count} of {counted(len(match.tensors), 'tensor')} covered"
     )
     for entry in match.entries:
         # an unused entry is as expected if the model needs no pair at its tensor

@@ -14,7 +14,7 @@ import click
 from deploy.commands import base
 from deploy.commands.base import html_option, json_option, put_json, quietable, shows_progress
 from deploy.commands.model_options import TorchArguments, leaf_option, torch_options
-from deploy.errors import ConfigError
+from deploy.errors import ConfigError, counted
 from deploy.files.atomic import write_text
 from deploy.terminal import say, say_lines
 
@@ -157,7 +157,9 @@ def profile(
         say("nothing was computed on the meta device: the times are those of Python alone")
     put_json(json_path, result.to_json)
     if html_path is not None:
-        run_note = f"{runs} runs on {source.device}, of inputs {', '.join(map(_spec, inputs))}"
+        run_note = (
+            f"{counted(runs, 'run')} on {source.device}, of inputs {', '.join(map(_spec, inputs))}"
+        )
         page = profile_page(result, name=source.model, notes=[run_note, FLOPS_NOTE])
         write_text(html_path, page)
         say(f"{html_path}: written")

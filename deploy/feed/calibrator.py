@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from deploy.errors import FeedError
+from deploy.errors import FeedError, counted
 from deploy.feed.arrays import ArraySource
 from deploy.feed.batch_axis import Specs, samples_per_run
 from deploy.feed.loaders import open_iterable
@@ -73,7 +73,7 @@ class CalibratorBatches:
         first_size, *_ = self._size_by_short_batch.values()
         return [
             f"{self._script_title} copied fewer than {self._expected_batch_size} samples for"
-            f" {len(self._size_by_short_batch)} of its {self._batch_count} batches"
+            f" {len(self._size_by_short_batch)} of its {counted(self._batch_count, 'batch')}"
             f" ({first_size} for the first of them): only those are used, whereas"
             " TensorRT would read old samples after them again"
         ]
@@ -233,10 +233,10 @@ class CalibratorBatches:
                 return copied_count
         kind = "copied" if is_copied else "an allocation of"
         raise FeedError(
-            f"{self.batch_title} of {self._script_title} must hold {expected_count} samples"
-            f" (get_batch_size) of the input {describe(spec)}, {expected_bytes} bytes, got {kind}"
-            f" {readable_bytes} bytes; make get_batch_size, the allocation, the dtype and the"
-            " copied bytes agree"
+            f"{self.batch_title} of {self._script_title} must hold"
+            f" {counted(expected_count, 'sample')} (get_batch_size) of the input {describe(spec)},"
+            f" {expected_bytes} bytes, got {kind} {readable_bytes} bytes; make get_batch_size, the"
+            " allocation, the dtype and the copied bytes agree"
         )
 
     def _accept_other_count(self, count: int, *, is_larger: bool, has_known_dtype: bool) -> bool:

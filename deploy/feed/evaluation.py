@@ -316,9 +316,12 @@ def _note_unlabelled(annotations: Annotations, evaluation: Feed) -> str:
             f"label files must have the names of the evaluation images, got none for {names_text};"
             " give the labels of these images"
         )
+    predicate = "have no label file and count as images"
+    if len(unlabelled_names) == 1:
+        predicate = "has no label file and counts as an image"
     return (
-        f"{len(unlabelled_names)} of {evaluation.count} evaluation images have no label file and"
-        f" count as images without objects: {names_text}"
+        f"{len(unlabelled_names)} of {evaluation.count} evaluation images {predicate} without"
+        f" objects: {names_text}"
     )
 
 

@@ -112,8 +112,8 @@ def _resolve_pattern(pattern: Path) -> SourceFiles:
     usable_names = [name for name in names if is_image(name) or is_array_file(name)]
     if not usable_names:
         raise FeedError(
-            f"the pattern {title} must match images or arrays, got none of {len(names)} files; **"
-            " stands for any folders"
+            f"the pattern {title} must match images or arrays, got none of"
+            f" {counted(len(names), 'file')}; ** stands for any folders"
         )
     return SourceFiles(FileList("", usable_names), title)
 

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from deploy.errors import FeedError
+from deploy.errors import FeedError, counted
 from deploy.feed.arrays import ArraySource
 from deploy.feed.batch_axis import describe_samples
 from deploy.feed.file_list import Labels
@@ -201,8 +201,8 @@ class Feed:
             indices = range(len(labels))
         if len(labels) != len(indices):
             raise FeedError(
-                f"there must be one label per image, skipped ones included, got {len(labels)}"
-                f" labels for {len(indices)}"
+                f"there must be one label per image, skipped ones included, got"
+                f" {counted(len(labels), 'label')} for {len(indices)}"
             )
         self._user_labels = dict(zip(indices, labels, strict=True))
         self._bad_count_when_cached = None  # `labels` is computed anew
@@ -270,10 +270,10 @@ class Feed:
         if isinstance(self._source, ImageSource):  # rows and frames are often equal
             copy_count = self.duplicate_count
             if copy_count:
-                notes.append(
-                    f"{copy_count} of the {self.count} images are copies of others and count once"
-                    " more"
-                )
+                predicate = "are copies of others and count"
+                if copy_count == 1:
+                    predicate = "is a copy of another and counts"
+                notes.append(f"{copy_count} of the {self.count} images {predicate} once more")
             notes.append(self._source.note)
         notes.append(last_batch_note(self.count, self.batch))
         return tuple(filter(None, notes))

@@ -21,7 +21,7 @@ from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
-from deploy.errors import FeedError
+from deploy.errors import FeedError, counted
 from deploy.feed import headers, images
 from deploy.feed.decoding import capture_decoder_output, decode_image, opencv
 from deploy.feed.file_list import (
@@ -146,7 +146,7 @@ class VideoSource:
         if pixels is None or pixels.dtype != np.uint8:
             message = (
                 f"frame {images.printable_name(self.sample_name(index))} cannot be decoded, though"
-                f" the file claims {self._count} frames"
+                f" the file claims {counted(self._count, 'frame')}"
             )
             if decoder_lines:
                 message += f", its decoder says: {decoder_lines[-1]}"
@@ -222,11 +222,13 @@ class ImageSource:
         count = len(self.of_16_bits)
         if not count:
             return ""
+        has, its, is_ = ("has", "its", "is") if count == 1 else ("have", "their", "are")
+        images_text = f"{counted(count, 'image')} {has} 16 bits a channel"
         if self._feeds_16_bits:
-            return f"{count} images have 16 bits a channel, so their pixels go from 0 to 65535"
+            return f"{images_text}, so {its} pixels go from 0 to 65535"
         return (
-            f"{count} images have 16 bits a channel and are cut to the upper 8; grey images keep"
-            " all if their scale is not 1/255, such as --scale 1 or 0.0000152590"
+            f"{images_text} and {is_} cut to the upper 8; grey images keep all if their scale is"
+            " not 1/255, such as --scale 1 or 0.0000152590"
         )
 
     @property

@@ -334,5 +334,8 @@ def choose_steps(choice: Choice, source: SequenceSource) -> tuple[Sequence[int],
     every_step = range(len(source))
     if choice.limit is None or choice.limit >= len(source):
         return every_step, []
-    note = f"{choice.limit} of {len(source)} steps are used, the first ones of sequences"
+    predicate = "are used, the first ones of sequences"
+    if choice.limit == 1:
+        predicate = "is used, the first one of a sequence"
+    note = f"{choice.limit} of {len(source)} steps {predicate}"
     return spread_steps(every_step, source.sequence_of, choice.limit), [note]

@@ -17,6 +17,7 @@ from pathlib import Path
 from deploy.calibration.calibration_result import CalibrationResult
 from deploy.calibration.observation import CalibrationSubject, Key, Observation
 from deploy.calibration.reference_outputs import make_evaluation_set
+from deploy.errors import counted
 from deploy.feed.samples import Feed
 from deploy.files import atomic, manifest
 from deploy.files.staging import stage_files
@@ -316,8 +317,8 @@ def _change_notes(
     if dmq_layers:
         image_count = count_dmq_samples(record_plan) * record_plan.images_per_sample
         yield (
-            f"DMQ balances {len(dmq_layers)} layers, with a multiplication more in front of each,"
-            f" by the largest values of {image_count} images."
+            f"DMQ balances {counted(len(dmq_layers), 'layer')}, with a multiplication more in front"
+            f" of each, by the largest values of {counted(image_count, 'image')}."
         )
     if budget_search.repair_note:  # "" if no weights were rounded
         yield f"{budget_search.repair_note}."

@@ -585,7 +585,8 @@ def _sample_notes(
         if calibration_samples.has_labels:
             yield "labels of images that calibrate are not used; --eval-images takes both"
     elif inner_tensor_text:
-        yield f"accuracy was measured on {sample_count} evaluation images{inner_tensor_text}"
+        images_text = counted(sample_count, "evaluation image")
+        yield f"accuracy was measured on {images_text}{inner_tensor_text}"
     # a recurrent model hands states on to its next call. If the samples are sequences, it ran with
     # these states, and the accuracy includes their errors
     if not calibration_samples.states:

@@ -25,7 +25,7 @@ import numpy as np
 
 from deploy.calibration.calibration_result import CalibrationResult
 from deploy.calibration.input_checks import check_input_samples, renormalize
-from deploy.errors import ConfigError, FeedError
+from deploy.errors import ConfigError, FeedError, counted
 from deploy.feed.preprocess import PRESETS, Preprocess, complete_preprocess, format_size
 from deploy.feed.samples import Feed
 from deploy.metrics.output_form import derive_from_first
@@ -179,7 +179,7 @@ def find_better_reading(
     has_labels = bool(labelled_samples)
     if has_labels:
         current_scores = [score(inputs, label) for inputs, label in labelled_samples]
-        count_template = "gets {} of " + f"{len(labelled_samples)} images right"
+        count_template = "gets {} of " + f"{counted(len(labelled_samples), 'image')} right"
     else:
         current_scores = [
             sample_scores(task, inputs, outputs) for inputs, outputs in samples_with_outputs

@@ -277,7 +277,7 @@ def _int8_nodes(report: Findings) -> Iterator[str]:
         text = coverage(target)
         split = target.built_split
         if split is not None:
-            text = f"{split.layers - split.float_layers} of {split.layers} layers"
+            text = f"{split.layers - split.float_layers} of {counted(split.layers, 'layer')}"
         if len(report.targets) > 1:
             text = f"{target.name} {text}"
         texts.append(text)

@@ -414,7 +414,7 @@ def _box_pair(row: BoxRow, box_picture: BoxPicture, label: str, *, is_in_page: b
     engine_body += _boxes(box_picture, example.found, "kept")  # its boxes that match FP32's
     engine_body += _boxes(box_picture, example.new, "new")
 
-    text = f"{row.kept} of {row.kept + row.lost} boxes kept, {row.new} new"
+    text = f"{row.kept} of {counted(row.kept + row.lost, 'box')} kept, {row.new} new"
     if max(row.kept, row.lost, row.new) > _MAX_BOXES:
         text += f"; the best {_MAX_BOXES} of a kind are drawn"
     return (

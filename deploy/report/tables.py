@@ -480,7 +480,7 @@ def _runs(purpose: str, runs: Mapping[str, int]) -> str:
 
 def search_text(search: SearchPart) -> str:
     """Return the result of a search and its number of trials."""
-    trials = f"{search.probes} trials"
+    trials = counted(search.probes, "trial")
     if search.reused:
         trials = "from the plan, nothing tried"
     if search.settled:

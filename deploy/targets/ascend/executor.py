@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from calibrators.amct.arq import ascend_range
-from deploy.errors import ModelError
+from deploy.errors import ModelError, counted
 from deploy.graph.edit import copy_message, make_node, rebuild
 from deploy.graph.index import Graph, attributes
 from deploy.metrics.output_errors import cosine
@@ -293,7 +293,7 @@ class DeployComparison:
     def sentence(self) -> str:
         """Return the note for the report."""
         text = (
-            f"The deploy model was run on {self.samples} samples: within"
+            f"The deploy model was run on {counted(self.samples, 'sample')}: within"
             f" {self.max_npu_difference:.1g} of the fake-quant model with AscendQuant's rounding,"
             f" cosine {self.min_amct_cosine:.5f} with AMCT's rounding"
         )

@@ -18,7 +18,7 @@ from onnx import numpy_helper
 from calibrators.amct.arq import arq
 from calibrators.grids import Float32Array
 from deploy.calibration.observation import CalibrationSubject
-from deploy.errors import CacheError, ConfigError, ModelError, list_first
+from deploy.errors import CacheError, ConfigError, ModelError, counted, list_first
 from deploy.files.reading import read_text
 from deploy.frontends import load
 from deploy.frontends.onnx_reader import read_model
@@ -128,9 +128,9 @@ def _check_record_text(text: str, path: Path, subject: CalibrationSubject | None
     ignored = describe_ignored_entries(text, str(path))
     alerts = () if subject is None else recipe_from_record(subject, path).alerts
     input_count = sum(record.is_node_input for record in records.values())
-    description = f"a sound record of {len(records) - input_count} layers"
+    description = f"a sound record of {counted(len(records) - input_count, 'layer')}"
     if input_count:
-        description += f" and {input_count} inputs of tensor_quantize"
+        description += f" and {counted(input_count, 'input')} of tensor_quantize"
     if ignored:
         description += f"; calib8 does not deploy the rest: {', '.join(ignored)}"
     return ". ".join([description, *alerts])
@@ -144,8 +144,8 @@ def _describe_config(config: QuantConfig) -> str:
 
 def _describe_quantized_counts(layers: int, inputs: int, types: str) -> str:
     """Describe the number of quantized layers and inputs."""
-    text = f"{layers} layers in {types}"
-    return f"{text}, {inputs} inputs moved in int8" if inputs else text
+    text = f"{counted(layers, 'layer')} in {types}"
+    return f"{text}, {counted(inputs, 'input')} moved in int8" if inputs else text
 
 
 def check_deploy_model(path: Path, subject: CalibrationSubject | None) -> str:
@@ -311,9 +311,9 @@ def _other_weights_alert(layer_names: Sequence[str]) -> tuple[str, ...]:
     if not layer_names:
         return ()
     return (
-        f"Weights or biases of {len(layer_names)} layers ({list_first(layer_names, 3)}) were"
-        " changed before the record was made, by AdaRound or a repair, and the given model has its"
-        " own: give the _modified_model.onnx that was written with the record",
+        f"Weights or biases of {counted(len(layer_names), 'layer')} ({list_first(layer_names, 3)})"
+        " were changed before the record was made, by AdaRound or a repair, and the given model has"
+        " its own: give the _modified_model.onnx that was written with the record",
     )
 
 
@@ -386,8 +386,8 @@ def recipe_from_cache(subject: CalibrationSubject, path: Path) -> Recipe:
         method="ARQ, and a TensorRT cache",
         float_reasons=float_reasons | reason_by_refused_layer,
         notes=(
-            f"Scales: {path} for {len(quant_layers)} of {len(graph.layers)} layers, symmetric,"
-            " without offset; weights by ARQ; nothing was calibrated.",
+            f"Scales: {path} for {len(quant_layers)} of {counted(len(graph.layers), 'layer')},"
+            " symmetric, without offset; weights by ARQ; nothing was calibrated.",
         ),
     )
 

@@ -272,8 +272,8 @@ def calibration_notes(calibration_record: CalibrationRecord, plan: RecordPlan) -
     zero_layers = calibration_record.zero_layers
     if zero_layers:
         yield (
-            f"The input of {len(zero_layers)} layers is zero or so small (under 1.2e-7 per code)"
-            " that AMCT's searches give it scale 1, which rounds all of it to zero:"
+            f"The input of {counted(len(zero_layers), 'layer')} is zero or so small (under 1.2e-7"
+            " per code) that AMCT's searches give it scale 1, which rounds all of it to zero:"
             f" {list_first(zero_layers, 3)}; --keep-float keeps them in float."
         )
     refusals = [f"{name}: {reason}" for name, reason in calibration_record.refusals.items()]
@@ -310,7 +310,8 @@ def _describe_batches(plan: RecordPlan) -> str:
         return counted(images, "sample")
     remainder = images % batch_size
     last_batch = f", the last one of {remainder}" if remainder else ""
-    return f"{images} samples in {plan.config.batch_num} batches of {batch_size}{last_batch}"
+    batches = counted(plan.config.batch_num, "batch")
+    return f"{images} samples in {batches} of {batch_size}{last_batch}"
 
 
 def _rounding_notes(plan: RecordPlan) -> Iterator[str]:
@@ -319,8 +320,8 @@ def _rounding_notes(plan: RecordPlan) -> Iterator[str]:
 
     if plan.adaround_steps:
         yield (
-            f"AdaRound rounded the weights of {len(plan.adaround_steps)} layers, on at most"
-            f" {MAX_POSITIONS} output positions of the first {min(plan.used_samples, MAX_SAMPLES)}"
-            " samples. The rounding is in the models, not in the record: `calib8 ascend deploy`"
-            " takes it from the modified model."
+            f"AdaRound rounded the weights of {counted(len(plan.adaround_steps), 'layer')}, on at"
+            f" most {MAX_POSITIONS} output positions of the first"
+            f" {counted(min(plan.used_samples, MAX_SAMPLES), 'sample')}. The rounding is in the"
+            " models, not in the record: `calib8 ascend deploy` takes it from the modified model."
         )

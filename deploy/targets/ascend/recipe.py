@@ -30,7 +30,7 @@ import onnx
 from calibrators.amct.arq import arq
 from calibrators.grids import Float32Array
 from calibrators.scales import Scale
-from deploy.errors import ExportError
+from deploy.errors import ExportError, counted
 from deploy.frontends import LoadedModel, load
 from deploy.frontends.metadata import read_metadata_preprocess
 from deploy.frontends.pair_removal import prepare_qdq_model, remove_pairs
@@ -280,8 +280,8 @@ def _conversion_notes(
     """
     total = len(graph.layers) + len(graph.float_reasons)
     notes = [
-        f"Scales: those of {path}, for {len(layers)} of {total} layers that Ascend could run in"
-        " int8; nothing was calibrated."
+        f"Scales: those of {path}, for {len(layers)} of {counted(total, 'layer')} that Ascend could"
+        " run in int8; nothing was calibrated."
     ]
     for reason in (_ONE_MATRIX_SCALE, _NO_ROOM_FOR_SUMS):
         names = [name for name in layers if rounding_reasons[name] == reason]

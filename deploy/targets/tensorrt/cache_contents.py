@@ -52,7 +52,7 @@ from deploy.calibration.observation import (
 )
 from deploy.calibration.ranges import RangeSet
 from deploy.calibration.trt_cache import version_label
-from deploy.errors import ExportError, list_first
+from deploy.errors import ExportError, counted, list_first
 from deploy.graph.edit import copy_message, make_node, replace_nodes
 from deploy.graph.index import FLOAT, Graph, attributes, optional_input, runtime_inputs
 
@@ -444,8 +444,8 @@ def cache_notes(subject: CalibrationSubject, ranges: RangeSet) -> tuple[str, ...
     infinite_tensors = [name for name, trouble in ranges.unusable.items() if trouble.is_infinite]
     if infinite_tensors:
         notes.append(
-            f"{len(infinite_tensors)} tensors held infinity ({list_first(infinite_tensors, 3)});"
-            " TensorRT leaves such tensors in float."
+            f"{counted(len(infinite_tensors), 'tensor')} held infinity"
+            f" ({list_first(infinite_tensors, 3)}); TensorRT leaves such tensors in float."
         )
     if subject.method.name == "legacy":
         notes.append(

@@ -160,7 +160,8 @@ def check_cache(
     findings = [*origin_findings(path), *_scale_findings(cache)]
     duplicates = cache.duplicates()
     if duplicates:
-        text = f"{len(duplicates)} names occur twice: {list_first(duplicates, 3)}"
+        verb = "occurs" if len(duplicates) == 1 else "occur"
+        text = f"{counted(len(duplicates), 'name')} {verb} twice: {list_first(duplicates, 3)}"
         findings.append(CacheFinding(text, harmful=_has_conflict(cache)))
     findings += _header_findings(cache, path, version, algorithm)
     if match is not None:
@@ -185,7 +186,8 @@ def _scale_findings(cache: CalibrationCache) -> Iterator[CacheFinding]:
     for name, flaw in cache.flaws().items():
         names_by_flaw.setdefault(flaw, []).append(name)
     for flaw, names in names_by_flaw.items():
-        text = f"{len(names)} {flaw} scales ({list_first(names, 3)}): {_CAUSE_BY_FLAW[flaw]}"
+        scales = counted(len(names), f"{flaw} scale")
+        text = f"{scales} ({list_first(names, 3)}): {_CAUSE_BY_FLAW[flaw]}"
         yield CacheFinding(text, harmful=flaw in ("NaN", "negative"))
     # scales whose reciprocals, or whose products with a weight's scale, float32 cannot hold
     extreme_names = [
@@ -194,9 +196,10 @@ def _scale_findings(cache: CalibrationCache) -> Iterator[CacheFinding]:
         if not entry.flaw and not _MIN_SCALE <= entry.scale <= _MAX_SCALE
     ]
     if extreme_names:
+        verb = "is" if len(extreme_names) == 1 else "are"
         text = (
-            f"{len(extreme_names)} scales ({list_first(extreme_names, 3)}) are too small or too"
-            " large for float32; calibrate again"
+            f"{counted(len(extreme_names), 'scale')} ({list_first(extreme_names, 3)}) {verb} too"
+            " small or too large for float32; calibrate again"
         )
         yield CacheFinding(text, harmful=True)
 
@@ -346,15 +349,15 @@ def _check_fit(match: CacheMatch) -> None:
     if not match.used_entry_count:
         first_entry = match.entries[0]
         raise CacheError(
-            f"a cache must fit its model, got {count} entries of which none can be used; the first"
-            f" is {first_entry.name!r}: {first_entry.reason}"
+            f"a cache must fit its model, got {counted(count, 'entry')} of which none can be used;"
+            f" the first is {first_entry.name!r}: {first_entry.reason}"
         )
     foreign = [entry for entry in match.entries if entry.is_foreign]
     if 2 * len(foreign) > count:
         raise CacheError(
-            f"a cache must be its model's, got {len(foreign)} of {count} entries of tensors that"
-            f" the model does not have, such as {foreign[0].name!r}; give the model's own cache"
-            " (`calib8 cache check --model` tells more)"
+            f"a cache must be its model's, got {len(foreign)} of {counted(count, 'entry')} of"
+            f" tensors that the model does not have, such as {foreign[0].name!r}; give the model's"
+            " own cache (`calib8 cache check --model` tells more)"
         )
 
 
