@@ -35,7 +35,7 @@ from deploy.tuning.front import find_fastest
 from deploy.tuning.prices import Prices, Units
 from deploy.tuning.probe import ReferenceSample
 from deploy.tuning.repairs.apply import repair_request
-from deploy.tuning.repairs.base import with_repaired
+from deploy.tuning.repairs.base import with_repaired_model
 from deploy.tuning.repairs.output_rounding import find_exclusive_layers
 from deploy.tuning.repairs.repair_layers import original_weights, restore_weights
 from deploy.tuning.search import Search
@@ -296,7 +296,7 @@ class RepairedBuilder:
         restore_weights(model, self._originals, choices.float_nodes)
         # its digest stays that of the model with all weights rounded
         loaded = replace(self._repaired.subject.loaded, model=model)
-        return with_repaired(self._repaired.with_choices(choices), loaded)
+        return with_repaired_model(self._repaired.with_choices(choices), loaded)
 
 
 def loss_of(accuracy: Accuracy) -> float:

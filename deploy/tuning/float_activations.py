@@ -51,9 +51,8 @@ class FloatActivations:
         Raises:
             BackendError: ONNX Runtime refused the model or a sample.
         """
-        self._node_by_output: dict[str, onnx.NodeProto] = {}
-        for node in reference.graph.node:
-            self._node_by_output |= dict.fromkeys(node.output, node)
+        nodes = reference.graph.node
+        self._node_by_output = {name: node for node in nodes for name in node.output}
         self._constants = by_name(reference.graph.initializer)
         self.values_by_sample: list[Values] = []
         border_tensors: dict[str, None] = {}

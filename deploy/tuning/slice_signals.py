@@ -110,8 +110,8 @@ def find_temperatures(
     """Return output of a Softmax that is certain -> (temperature, axis of the classes).
 
     A Softmax is certain if one class has nearly all of the probability in most rows: the mean of
-    1 - sum p^2 over all rows of all samples is below `_UNCERTAIN`. At the
-    temperature it is not certain any more. The axis of the classes is 1, or else the last one.
+    1 - sum p^2 over all rows of all samples is below `_UNCERTAIN`. At the temperature it is not
+    certain any more. The axis of the classes is 1 if its values sum to 1, else the last one.
 
     `outputs`: of the float model, for each sample.
     """

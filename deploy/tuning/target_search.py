@@ -137,7 +137,7 @@ def run_search(setup: SearchSetup, step: Step) -> tuple[TargetPlan, int]:
     )
     trial_setup = replace(setup, request=trial_request)
     prober = make_prober(trial_setup, build_trial, samples, form, step, budget)
-    # of an earlier target's search, whose measured noise is compared with
+    # those of the build's first search, whose noise of layers is adapted; None in the first one
     prober.isolated_indices = setup.shared_findings.isolated_indices
     sizes = SplitSizes(model, units)
     search = Search(
@@ -148,7 +148,7 @@ def run_search(setup: SearchSetup, step: Step) -> tuple[TargetPlan, int]:
         effort=setup.effort,
         weight=setup.options.weight,
         size_of=sizes.of if setup.options.prefer == "size" else None,
-        rounded=setup.rounds_weights or None,  # None: no plan decides it; False: none is wanted
+        rounded=setup.rounds_weights or None,  # None decides nothing; False would forbid it
         shared=setup.shared_findings,
         add_units=find_add_units(model, units),
     )

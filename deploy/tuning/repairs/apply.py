@@ -13,7 +13,7 @@ from deploy.frontends.base import model_digest
 from deploy.targets.base import BuildRequest, Target
 from deploy.terminal import phase
 from deploy.tuning.repairs import TITLE
-from deploy.tuning.repairs.base import RepairInput, with_repaired
+from deploy.tuning.repairs.base import RepairInput, with_repaired_model
 from deploy.tuning.repairs.output_rounding import round_weights, rounded_trial_builder
 from deploy.tuning.repairs.repair_layers import find_weighted_layers
 from deploy.tuning.search_samples import enough_samples
@@ -84,7 +84,7 @@ def repair_request(
         return request, f"{TITLE}: nothing to repair"
     model, text = outcome
     loaded = replace(request.subject.loaded, model=model, digest=model_digest(model))
-    return with_repaired(request, loaded), f"{TITLE}: {text}, kept"
+    return with_repaired_model(request, loaded), f"{TITLE}: {text}, kept"
 
 
 @contextmanager

@@ -26,7 +26,7 @@ class RepairInput:
     progress: Callable[[], None]
 
 
-def with_repaired(request: BuildRequest, loaded: LoadedModel) -> BuildRequest:
+def with_repaired_model(request: BuildRequest, loaded: LoadedModel) -> BuildRequest:
     """Return the request with a model of other constants.
 
     Ranges that a target computed from the observations are dropped, since weights enter them.
