@@ -85,7 +85,10 @@ def test_chunks_that_are_stacked_are_prepared():
     assert isinstance(prepared.quant_last, nn.Flatten)
 
 
-@pytest.mark.parametrize(("norms", "leaves"), [("fold", ["side"]), ("train", ())])
+@pytest.mark.parametrize(
+    ("norms", "leaves"),
+    [("fold", ["side"]), pytest.param("train", (), marks=pytest.mark.slow)],
+)
 def test_output_size_is_kept(norms, leaves):
     def upsample(self, x):
         y = self.up(self.conv(x), output_size=self.side(x).shape[2:])

@@ -240,7 +240,7 @@ def _export_and_lift(model: nn.Module, inputs: Sequence[Any]) -> fx.GraphModule:
     try:
         program = _export(model, repeated_inputs, is_batch_dynamic=True)
         # else the model fixed the batch to 2 of `repeated_inputs`; it is fixed to `inputs`' below
-        if _has_dynamic_batch(program, inputs, repeated_inputs):
+        if _has_dynamic_batch(program, inputs):
             return lift_program(program, model, inputs)
     except Exception as error:  # anything from torch.export or the user's model
         dynamic_error = error
@@ -295,13 +295,11 @@ def repeat_single_sample(leaf: Any) -> Any:
     return leaf
 
 
-def _has_dynamic_batch(program: Any, inputs: Sequence[Any], repeated: Any) -> bool:
-    """Return whether every input whose single sample was repeated has a dynamic batch."""
+def _has_dynamic_batch(program: Any, inputs: Sequence[Any]) -> bool:
+    """Return whether every input with a single sample, which was repeated, has a dynamic batch."""
     leaves = pytree.tree_leaves(tuple(inputs))
-    repeated_leaves = pytree.tree_leaves(repeated)
-    nodes = input_placeholders(program)
-    for node, leaf, repeated_leaf in zip(nodes, leaves, repeated_leaves, strict=True):
-        is_repeated = repeated_leaf is not leaf
+    for node, leaf in zip(input_placeholders(program), leaves, strict=True):
+        is_repeated = repeat_single_sample(leaf) is not leaf
         if is_repeated and not isinstance(node.meta["val"].shape[0], torch.SymInt):
             return False
     return True

@@ -52,7 +52,7 @@ from deploy.terminal import phase
 Sources = Sequence[tuple[fx.Node, RangeLimits | None]]
 
 
-class RangeMonitor(nn.Module):
+class RangeMonitor(nn.Identity):
     """Identity module whose input is observed; its output has no readers.
 
     Attributes:
@@ -64,10 +64,6 @@ class RangeMonitor(nn.Module):
         super().__init__()
         self.name = name
         self.reach = reach
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x."""
-        return x
 
 
 def insert_monitors(graph_module: fx.GraphModule, quantizer: FakeQuant, sources: Sources) -> None:

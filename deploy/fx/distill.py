@@ -45,16 +45,16 @@ class Distiller:
     Args:
         student: the prepared model.
         teacher: a float model; its norms are folded, so that layers of equal name compare.
-        layers: (student's layer, teacher's layer) pairs of names to compare; by default the
-            student's last convolution and the teacher's layer of that name.
+        layers: (student's module, teacher's module) pairs to compare; by default the student's last
+            convolution and the teacher's layer of that name.
         inputs: example inputs to capture the teacher with; None to trace it symbolically.
 
     Attributes:
         teacher: the folded teacher, which is not trained.
-        layers: names of the layers whose outputs are compared: (student's, teacher's).
+        layer_pairs: modules whose outputs are compared: (student's, teacher's).
 
     Raises:
-        ConfigError: one of the models has no such layer.
+        ConfigError: one of the models has no such layer, or the name is that of a block.
         ModelError: the teacher cannot be captured.
     """
 
@@ -68,14 +68,20 @@ class Distiller:
     ):
         folded_teacher, _report = fold_batch_norms(teacher, inputs)
         self.teacher = folded_teacher.requires_grad_(False)
-        self.layers = layers or _last_convolution(student, self.teacher)
-        # name of a compared layer -> its output in the last forward of the model
-        self._student_outputs: dict[str, torch.Tensor] = {}
-        self._teacher_outputs: dict[str, torch.Tensor] = {}
+        self.layer_pairs: list[tuple[nn.Module, nn.Module]] = []
+        # module of student or teacher -> its output in the last forward of that model
+        self._output_by_layer: dict[nn.Module, torch.Tensor] = {}
         self._hooks: list[Any] = []
-        for student_name, teacher_name in self.layers:
-            self._store_outputs(student, student_name, self._student_outputs)
-            self._store_outputs(self.teacher, teacher_name, self._teacher_outputs)
+        layers = layers or _last_convolution(student, self.teacher)
+        for student_name, teacher_name in layers:
+            pair = (submodule(student, student_name), submodule(self.teacher, teacher_name))
+            if any(type(layer) is nn.Module for layer in pair):  # a block, in a graph
+                raise ConfigError(
+                    "distil compares the outputs of layers, and a block is run layer by layer, got"
+                    f" {student_name}={teacher_name}; name the last layer in it"
+                )
+            self._hooks += [layer.register_forward_hook(self._store_output) for layer in pair]
+            self.layer_pairs.append(pair)
 
     def loss(self, inputs: tuple[Any, ...], output: Any) -> torch.Tensor:
         """Return the loss of the student's last forward against the teacher's, as a scalar.
@@ -87,18 +93,14 @@ class Distiller:
             output: what the student returned.
 
         Raises:
-            ConfigError: a compared layer is not called, as a block whose layers the graph calls.
             ModelError: maps or logits have different shapes.
         """
         with torch.no_grad():
             teacher_output = self.teacher(*inputs)
         # tensors to compare: first the outputs of the layers, then those of the models
-        student_tensors = []
-        teacher_tensors = []
-        for student_name, teacher_name in self.layers:
-            student_tensors.append(_output_of(student_name, self._student_outputs))
-            teacher_tensors.append(_output_of(teacher_name, self._teacher_outputs))
+        student_tensors = [self._output_by_layer[layer] for layer, _ in self.layer_pairs]
         student_tensors += tensors_of(output)
+        teacher_tensors = [self._output_by_layer[layer] for _, layer in self.layer_pairs]
         teacher_tensors += tensors_of(teacher_output)
 
         total = torch.zeros(())
@@ -118,22 +120,8 @@ class Distiller:
         for hook in self._hooks:
             hook.remove()
 
-    def _store_outputs(self, model: nn.Module, name: str, outputs: dict[str, torch.Tensor]) -> None:
-        """Store the output of a layer of a model in `outputs`, in each forward from now on."""
-
-        def store(_layer: nn.Module, _inputs: Any, output: torch.Tensor) -> None:
-            outputs[name] = output
-
-        self._hooks.append(submodule(model, name).register_forward_hook(store))
-
-
-def _output_of(layer: str, outputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    if layer not in outputs:
-        raise ConfigError(
-            f"distil compares the outputs of layers, and {layer} has none, since a block is run"
-            " layer by layer; name the last layer in it"
-        )
-    return outputs[layer]
+    def _store_output(self, layer: nn.Module, _inputs: Any, output: torch.Tensor) -> None:
+        self._output_by_layer[layer] = output
 
 
 def _last_convolution(student: nn.Module, teacher: nn.Module) -> list[tuple[str, str]]:

@@ -267,10 +267,6 @@ class DynamicQuant(ExportedModule):
     Source: ONNX operator spec, DynamicQuantizeLinear.
     """
 
-    def __init__(self, name: str):
-        super().__init__()
-        self.name = name
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Round x to 256 levels between its extremes, with 0 in the range; same shape.
 

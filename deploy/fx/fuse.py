@@ -50,13 +50,13 @@ from deploy.fx.operations import (
     replace_node,
     with_parameters,
 )
-from deploy.fx.plain_copy import in_eval_mode
+from deploy.fx.plain_copy import plain_copy
 from deploy.fx.trace import Leaves
 from deploy.terminal import PrintedResult, join_visible
 
 CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-FOLDABLE = (*CONVS, *TRANSPOSED, nn.Linear)
+WEIGHTED = (*CONVS, *TRANSPOSED, nn.Linear)
 UNFOLDED_NORMS = "why norms stay"  # key in GraphModule.meta: norm -> why it was not folded
 
 
@@ -137,7 +137,7 @@ def fold_batch_norms(
         ConfigError: a leaf matches nothing.
         ModelError: the model cannot be captured.
     """
-    graph_module = graph_of(in_eval_mode(model), inputs, leaves=leaves)
+    graph_module = graph_of(plain_copy(model).eval(), inputs, leaves=leaves)
     functions_to_modules(graph_module)
     report = FuseReport()
     fold_into_previous(graph_module, _norm_calls(graph_module), report)
@@ -236,7 +236,7 @@ def _reason_at_call(graph_module: fx.GraphModule, norm: fx.Node) -> str | None:
     path = path_to_layer(graph_module, norm)
     layer_call = path[-1]
     layer = called_module(graph_module, layer_call)
-    if not isinstance(layer, FOLDABLE):
+    if not isinstance(layer, WEIGHTED):
         return "no Conv or Linear before it"
     for node in reversed(path):  # a second reader of a node would get normalized values
         reader_count = len(readers_of(node))
@@ -344,7 +344,7 @@ def _fuse_relu(graph_module: fx.GraphModule, relu: fx.Node, report: FuseReport) 
     """
     layer_call = input_of(relu)
     layer = called_module(graph_module, layer_call)
-    if layer is None or not (isinstance(layer, FOLDABLE) or is_norm(layer)):
+    if layer is None or not (isinstance(layer, WEIGHTED) or is_norm(layer)):
         return set()
 
     layer_name = str(layer_call.target)

@@ -17,7 +17,7 @@ from torch.nn import functional
 from calibrators.weights import PAIR_LIMIT, PAIR_ROUNDING, is_depthwise, pair_stride
 from deploy.errors import CalibrationError
 from deploy.fx.fakequant import ExportedModule, lsq_round
-from deploy.fx.fuse import CONVS, TRANSPOSED, scale_outputs
+from deploy.fx.fuse import TRANSPOSED, WEIGHTED, scale_outputs
 from deploy.fx.norms import trained_factors
 from deploy.fx.trace import refuse_hooks
 
@@ -55,10 +55,9 @@ def minimum_scales(weight: torch.Tensor, *, transposed: bool, groups: int) -> to
     return pair_sizes.amax(1) / (PAIR_LIMIT - PAIR_ROUNDING)
 
 
+# of a ConvTranspose, whose output padding follows from it; None for its own padding
+OutputSize = Sequence[int] | None
 _MAX_BIAS = 2**30  # largest bias integer: near 2^31, runtimes that divide in float32 overflow
-
-
-WEIGHTED = (*CONVS, *TRANSPOSED, nn.Linear)
 
 
 def find_weighted_layers(model: nn.Module) -> list[tuple[str, str]]:
@@ -73,14 +72,11 @@ def find_weighted_layers(model: nn.Module) -> list[tuple[str, str]]:
 def apply_layer(
     layer: Any,
     x: torch.Tensor,
-    output_size: Sequence[int] | None,
+    output_size: OutputSize,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return layer(x) with another weight and bias of the same shape.
-
-    `output_size`: that of a ConvTranspose, whose output padding follows from it; else None.
-    """
+    """Return layer(x, output_size) with another weight and bias of the same shape."""
     if isinstance(layer, nn.Linear):
         return functional.linear(x, weight, bias)
     if isinstance(layer, TRANSPOSED):
@@ -236,7 +232,7 @@ class QatLayer(nn.Module):
         layer: Any = self.layer
         return layer.weight, layer.bias
 
-    def forward(self, x: torch.Tensor, output_size: Sequence[int] | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, output_size: OutputSize = None) -> torch.Tensor:
         """Return the layer's output, of the same shape as without quantization."""
         weight, bias = self.folded()
         return apply_layer(self.layer, x, output_size, self.weight_quant(weight), bias)
@@ -270,7 +266,7 @@ class QatConvBn(QatLayer):
         bias = shift if layer.bias is None else layer.bias * factor + shift
         return scale_outputs(layer, layer.weight, factor), bias
 
-    def forward(self, x: torch.Tensor, output_size: Sequence[int] | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, output_size: OutputSize = None) -> torch.Tensor:
         """Return the norm's output."""
         if self.frozen or not self.training:
             return super().forward(x, output_size)
@@ -375,7 +371,7 @@ class IntLayer(ExportedModule):
             version=18,
         )
 
-    def forward(self, x: torch.Tensor, output_size: Sequence[int] | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, output_size: OutputSize = None) -> torch.Tensor:
         """Return the layer's output, computed in float from the integers."""
         return apply_layer(self.layer, x, output_size, self.weight(), self.bias)
 

@@ -82,7 +82,7 @@ def export_named(
     marked_graph = _float_copy(graph_module)
     _replace_opaque_calls(marked_graph, is_opaque)
     _insert_markers(marked_graph)
-    inputs_on_cpu = pytree.tree_map_only(torch.Tensor, _to_float_on_cpu, tuple(inputs))
+    inputs_on_cpu = pytree.tree_map_only(torch.Tensor, _to_cpu, tuple(inputs))
     program = _run_exporter(marked_graph, inputs_on_cpu)
 
     namesake_by_node = _remove_markers(program.model)
@@ -137,10 +137,8 @@ def _insert_markers(marked: fx.GraphModule) -> None:
     marked.recompile()
 
 
-def _to_float_on_cpu(tensor: torch.Tensor) -> Any:
+def _to_cpu(tensor: torch.Tensor) -> Any:
     tensor = torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor.cpu()
-    if tensor.is_floating_point():
-        tensor = tensor.float()
     return repeat_single_sample(tensor)
 
 

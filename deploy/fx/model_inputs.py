@@ -278,8 +278,7 @@ def split_item(model: nn.Module, item: Any) -> tuple[list[torch.Tensor], list[st
     """
     if _is_series(item) and item and isinstance(item[0], Mapping):
         item = item[0]  # labels follow the dict
-    required_parameters = _without_default(positional_parameters(model))
-    required_names = _names(required_parameters)
+    required_names = _names(_without_default(positional_parameters(model)))
     if isinstance(item, Mapping):
         array_by_name = {
             str(key): value for key, value in item.items() if hasattr(value, "__array__")

@@ -71,20 +71,6 @@ def deep_copy(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module
         ) from error
 
 
-def in_eval_mode(model: nn.Module) -> nn.Module:
-    """Return the model, without wrappers, if all of it is in eval mode; else a copy that is.
-
-    In train mode norms use, and change, the statistics of each batch.
-
-    Raises:
-        ModelError: see `unwrap`; or the model cannot be copied.
-    """
-    model = unwrap(model)
-    if any(module.training for module in model.modules()):
-        return plain_copy(model).eval()
-    return model
-
-
 def unwrap(model: nn.Module, name: str = "the model") -> nn.Module:
     """Return the model inside torch.compile and DataParallel wrappers; it shares the parameters.
 

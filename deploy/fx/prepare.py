@@ -43,14 +43,13 @@ from deploy.fx.fakequant import DynamicQuant, FakeQuant
 from deploy.fx.functional_layers import functions_to_modules
 from deploy.fx.fuse import (
     CONVS,
-    FOLDABLE,
     UNFOLDED_NORMS,
+    WEIGHTED,
     fold_batch_norms,
     fold_frozen,
     reason_not_foldable,
 )
 from deploy.fx.int8_layers import (
-    WEIGHTED,
     QatConvBn,
     QatLayer,
     WeightQuant,
@@ -455,8 +454,8 @@ def _insert_dynamic(graph_module: fx.GraphModule, *, quantized_layers: Container
         if isinstance(module, nn.Linear) and str(node.target) in quantized_layers:
             source = node.args[0]
             if source not in name_by_source:
-                quantizer = DynamicQuant(source.name)
-                name_by_source[source] = add_module(graph_module, f"quant_{source.name}", quantizer)
+                name = f"quant_{source.name}"
+                name_by_source[source] = add_module(graph_module, name, DynamicQuant())
             _insert_between(graph_module, source, {node}, name_by_source[source])
 
 
@@ -490,8 +489,7 @@ def _replace_custom(
             if node not in observers:  # the plan leaves the tensor in float
                 # for all its readers (None); no other site is in its group, so the scale is new
                 site = QuantizationSite(tensor=node, readers=None, group="")
-                new_observers = _insert_observers(graph_module, [site], grid)
-                observers.update(new_observers)
+                observers |= _insert_observers(graph_module, [site], grid)
             observed_module.activation_post_process = observers[node]
         replace_submodule(graph_module, name, observed_module)
 
@@ -536,7 +534,7 @@ def _merge_norms(graph_module: fx.GraphModule, skip: Sequence[str]) -> None:
         layer: Any = called_module(graph_module, layer_call)
         reason = reason_not_foldable(graph_module, norm_call)
         # else a view or dropout lies between, or several calls would each need a merged layer
-        is_adjacent = isinstance(layer, FOLDABLE) and called_once(graph_module, layer_call)
+        is_adjacent = isinstance(layer, WEIGHTED) and called_once(graph_module, layer_call)
         if reason is None and not is_adjacent:
             reason = NORM_NOT_ADJACENT
         if reason is not None:

@@ -22,7 +22,7 @@ from deploy.fx.capture import as_inputs, graph_of
 from deploy.fx.device import move_tensors
 from deploy.fx.graph_text import format_columns, target_name
 from deploy.fx.operations import called_module
-from deploy.fx.plain_copy import in_eval_mode, tensor_of
+from deploy.fx.plain_copy import plain_copy, tensor_of
 from deploy.fx.trace import Leaves
 from deploy.terminal import PrintedResult, phase
 
@@ -168,7 +168,8 @@ def profile(
     check_whole_number("runs", runs, 1)
     check_whole_number("warm_up", warm_up, 0)
     inputs = as_inputs(inputs, model)
-    graph_module = graph_of(in_eval_mode(model), inputs, leaves=leaves)
+    # in train mode, norms would use the statistics of the batch
+    graph_module = graph_of(plain_copy(model).eval(), inputs, leaves=leaves)
     timed_graph = NodeMeter(graph_module, _read_clock)  # its `amounts` are seconds
     with torch.no_grad():
         for _ in range(warm_up):

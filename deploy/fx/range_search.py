@@ -73,7 +73,6 @@ class MethodSearch:
         return scale_on_grid(*ends, grid)
 
 
-@dataclass(frozen=True, slots=True)
 class IfmrSearch:
     """AMCT's IFMR search of activation ranges, with AMCT's defaults.
 
@@ -83,9 +82,9 @@ class IfmrSearch:
         statistic: its statistic, of constant memory.
     """
 
-    rounded_weights: ClassVar[bool] = True  # AMCT rounds the weights before it calibrates
-    label: ClassVar[str] = "AMCT's IFMR"
-    statistic: ClassVar[Statistic] = IfmrOf()
+    rounded_weights = True  # AMCT rounds the weights before it calibrates
+    label = "AMCT's IFMR"
+    statistic = IfmrOf()
 
     def check(self, grid: Grid) -> None:
         """Accept any grid."""

@@ -18,7 +18,8 @@ from torch import fx
 
 from calibrators.grids import Grid
 from deploy.fx.convert import Sources
-from deploy.fx.int8_layers import WEIGHTED, QatLayer
+from deploy.fx.fuse import WEIGHTED
+from deploy.fx.int8_layers import QatLayer
 from deploy.fx.marked_export import NODE_PREFIX, ExportedGraph, export_named, is_float
 from deploy.fx.operations import called_module
 from deploy.graph.bounds import RangeLimits, find_range_limits

@@ -110,9 +110,6 @@ class Task:
             yield batch
 
 
-Tensors = tuple[torch.Tensor, ...]
-
-
 def check_task(task: Task) -> Task:
     """Return a task with its model without wrappers, and its example inputs in float32.
 
@@ -133,7 +130,7 @@ def read_batches(
     names: Sequence[str],
     preprocess: PreprocessRequest,
     limit: Limit,
-) -> list[Tensors]:
+) -> list[tuple[torch.Tensor, ...]]:
     """Read batches of the size of the example inputs, all into memory.
 
     `images`: a folder, list, image, .npy or .npz file. `names`: of the inputs, as in an .npz file.
