@@ -20,7 +20,6 @@ from deploy.targets.base import BuildRequest
 from deploy.targets.onnxruntime.target import OnnxRuntime
 from deploy.tuning.plan_file import read_plan
 from deploy.tuning.prices import CPUS, count_prices, group_units
-from deploy.tuning.repairs import ROUNDING
 from deploy.tuning.repairs.apply import trial_builder
 
 _SENSITIVE = 20  # layers that may become float
@@ -55,7 +54,7 @@ def best_splits(
         evaluation_set=make_evaluation_set(found.feed, found.subject.model, _JUDGED),
     )
     units = group_units(request.model, target.plan(request.model, ()).decisions)
-    rounded = trial_builder(target, request, [ROUNDING])
+    rounded = trial_builder(target, request, rounds_weights=True)
 
     def built(floats: frozenset[str], make: Callable[[BuildRequest], onnx.ModelProto]):  # type: ignore[no-untyped-def]
         nodes = dict.fromkeys(units.node_names(floats), "float")

@@ -7,6 +7,7 @@ it is either whole or not there, so several processes may fetch the same wheel a
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import subprocess
@@ -63,4 +64,8 @@ def _download(package: str, version: str, into: Path) -> Path:
 
 
 if __name__ == "__main__":
-    print(fetch(sys.argv[1], sys.argv[2]))
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("package")
+    parser.add_argument("version")
+    arguments = parser.parse_args()
+    print(fetch(arguments.package, arguments.version))

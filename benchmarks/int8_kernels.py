@@ -10,6 +10,7 @@ zeros up to four, and the time that the Pad takes.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections import defaultdict
 from dataclasses import dataclass
@@ -125,7 +126,12 @@ def least_us(model: onnx.ModelProto, form: Form) -> float:
 
 def main() -> int:
     """Print the table."""
-    rows, signs = [], tuple(sys.argv[1:]) or SIGNS
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("signs", nargs="*", help="of activations and weights: us, uu or ss")
+    signs = parser.parse_args().signs or SIGNS
+    if unknown := set(signs).difference(SIGNS):
+        parser.error(f"signs must be of {', '.join(SIGNS)}, got {', '.join(sorted(unknown))}")
+    rows = []
     for form in FORMS:
         shape = f"{form.window}x{form.window}, {form.size}x{form.size}, {form.inner}->{form.outer}"
         times = [f"{least_us(model_of(form, s), form):.0f}" for s in ("", *signs)]
