@@ -162,7 +162,7 @@ class _InputPath:
         """Whether nothing but the path and its layer reads the tensors of the path."""
         reader_ids = {id(node) for node in (*self.nodes, layer)}
         for tensor in self.tensors:
-            if tensor in self.graph.outputs or tensor in self.graph.captured:
+            if self.graph.is_read_outside(tensor):
                 return False
             if not reader_ids.issuperset(map(id, self.graph.readers.get(tensor, []))):
                 return False

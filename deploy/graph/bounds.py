@@ -123,8 +123,8 @@ class _BoundsPropagation:
         for tensor in filter(None, tensors):
             readers = self.graph.readers.get(tensor, [])
             bounds = _find_loosest(self._bounds_for_reader(node, tensor) for node in readers)
-            if tensor in self.graph.outputs or tensor in self.graph.captured:
-                bounds = _UNBOUNDED  # somebody reads it beside the nodes of the main graph
+            if self.graph.is_read_outside(tensor):
+                bounds = _UNBOUNDED
             self.bounds[tensor] = bounds
 
     def _output_bounds(self, node: onnx.NodeProto) -> Bounds:

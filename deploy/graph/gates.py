@@ -93,10 +93,8 @@ def find_gates(graph: Graph) -> tuple[Gate, ...]:
         if gate is None:
             continue
         # several scalars and one tensor may be multiplied, in any order
-        longer_gate = _append_product(graph, gate)
-        while longer_gate is not None:
+        while (longer_gate := _append_product(graph, gate)) is not None:
             gate = longer_gate
-            longer_gate = _append_product(graph, gate)
         if gate.factor:  # "" if no tensor is multiplied, so that it is no gate
             gates.append(_append_offset(graph, gate))
     return tuple(gates)

@@ -328,12 +328,16 @@ class Graph:
         names = node.input[:1] if node.op_type in _ONE_DATA_INPUT else node.input
         return [name for name in names if name and name not in self.initializers]
 
+    def is_read_outside(self, tensor: str) -> bool:
+        """Whether something beside the inputs of nodes reads a tensor: an output or a subgraph."""
+        return tensor in self.outputs or tensor in self.captured
+
     def only_reader(self, tensor: str, *op_types: str) -> onnx.NodeProto | None:
         """Return the node that alone uses a tensor; None if an output or a subgraph uses it too.
 
         With `op_types`, None also for a node of another type.
         """
-        if tensor in self.outputs or tensor in self.captured:
+        if self.is_read_outside(tensor):
             return None
         readers = self.readers.get(tensor, [])
         if len(readers) != 1 or (op_types and readers[0].op_type not in op_types):

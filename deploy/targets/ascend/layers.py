@@ -338,9 +338,7 @@ def _float_reason_of_weight(
     weight_name = node.input[1]
     op = node.op_type
     rank = len(weight.dims)
-    # a subgraph reads it, or the model returns it
-    has_readers_elsewhere = weight_name in index.captured or weight_name in index.outputs
-    if len(index.readers[weight_name]) > 1 or has_readers_elsewhere:
+    if len(index.readers[weight_name]) > 1 or index.is_read_outside(weight_name):
         return SHARED_WEIGHT  # as integers it has the scales of one layer, wrong for other readers
     supported_ranks, ranks_text = _WEIGHT_RANKS[op]
     if rank not in supported_ranks:

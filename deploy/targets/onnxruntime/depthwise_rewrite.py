@@ -148,7 +148,7 @@ def _find_region(graph: Graph, depthwise: onnx.NodeProto) -> _Region | None:
             continue
         region.tensors.add(tensor)
         producer = graph.producer.get(tensor)
-        if producer is None or tensor in graph.outputs or tensor in graph.captured:
+        if producer is None or graph.is_read_outside(tensor):
             return None
         for node in (producer, *graph.readers.get(tensor, [])):
             # tensors of the node that must have as many channels; None if that is not possible

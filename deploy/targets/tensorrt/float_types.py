@@ -258,7 +258,7 @@ class _TypeConverter:
 
         False for tensors that the model's outputs or subgraphs read too: these stay float32.
         """
-        if name in self.index.outputs or name in self.index.captured:
+        if self.index.is_read_outside(name):
             return False
         readers = self.index.readers.get(name, [])
         return any(

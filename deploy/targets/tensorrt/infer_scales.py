@@ -189,9 +189,7 @@ def _range_for_readers(tensor_ranges: TensorRanges, name: str) -> Range | None:
 
     amaxes = {amax for amax, _ in needed_ranges}
     level = max(level for _, level in needed_ranges)
-    # an output of the model, or a tensor that a subgraph reads
-    is_read_outside = name in graph.outputs or name in graph.captured
-    if len(needed_ranges) < len(readers) or is_read_outside:
+    if len(needed_ranges) < len(readers) or graph.is_read_outside(name):
         level = GUESS  # some reader may need a larger range
     elif len(amaxes) > 1:  # one scale serves all: for the other readers it is only a bound
         level = max(level, BOUND)
