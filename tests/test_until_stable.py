@@ -21,7 +21,7 @@ from deploy.calibration.observation import Observation, Variant
 from deploy.calibration.one_pass import alternate_halves, observe
 from deploy.calibration.stability import compare_halves, range_difference
 from deploy.errors import CacheError, ConfigError
-from deploy.feed.sampling import Choice, next_check, sampling_order, to_sampling_order
+from deploy.feed.sampling import Choice, next_check, sampling_order
 from deploy.targets import find_target
 from tests.models import read_markdown, save_fixed_batch, save_net
 from tests.test_calibrator_script import PYCUDA, written
@@ -69,7 +69,7 @@ def read_statistics(cache: Path) -> list[bytes]:
 
 @given(st.integers(1, 700))
 def test_checks_read_the_limited_samples(count):
-    order = to_sampling_order(range(count))
+    order = sampling_order(count).tolist()
     assert sorted(order) == list(range(count))
     point = next_check(0)
     while point < count:

@@ -98,13 +98,11 @@ class Annotations:
         """
         chosen_images = set(map(self._key, names))
         name_of_image = {self._key(name): name for name in source_names}
-        images_by_file = _group_by_file(name_of_image)
+        images_by_file = _group_by_end(name_of_image, max_parts=1)
         # a repeated path is listed twice, so that it is never the only path that fits an image
-        paths_by_file = _group_by_file([*self.pictures, *self.repeated_paths])
+        paths_by_file = _group_by_end([*self.pictures, *self.repeated_paths], max_parts=1)
         pictures = {}
         for file_name, images in images_by_file.items():
-            # image -> all images and annotations among which it may have been mistaken; with one
-            # of each the match is certain
             matches = _match_paths(images, paths_by_file.get(file_name, []))
             for image in chosen_images.intersection(matches):
                 similar_images, paths = matches[image]
@@ -119,14 +117,10 @@ class Annotations:
                 pictures[image] = self.pictures[paths[0]]
         return replace(self, pictures=pictures)
 
-    def has_picture(self, name: str) -> bool:
-        """Return whether there are annotations for a picture, by its path."""
-        return self._key(name) in self.pictures
-
     def find_objects(self, name: str) -> Objects:
         """Return the objects of a picture, by its path.
 
-        A picture without annotations has none, if the attribute `unlabelled` is set.
+        A picture without annotations has `unlabelled`, if that is set.
 
         Raises:
             FeedError: the picture must have annotations and has none.
@@ -149,17 +143,11 @@ def _normalize(path: str) -> str:
     return str(PurePosixPath(path.replace("\\", "/")))
 
 
-def _group_by_file(paths: Iterable[str]) -> dict[str, list[str]]:
-    """Return file name -> paths."""
-    groups: dict[str, list[str]] = {}
-    for path in paths:
-        groups.setdefault(PurePosixPath(path).name, []).append(path)
-    return groups
+# image -> (images, paths of annotations) that end alike: one of each if the match is certain
+_Matches = dict[str, tuple[Sequence[str], Sequence[str]]]
 
 
-def _match_paths(
-    images: Sequence[str], paths: Sequence[str]
-) -> dict[str, tuple[Sequence[str], Sequence[str]]]:
+def _match_paths(images: Sequence[str], paths: Sequence[str]) -> _Matches:
     """Return which paths of annotations may be of an image; all are of the same file name.
 
     An end of a path is its last parts, such as a/0.jpg of x/a/0.jpg. A path may be of the image
@@ -177,7 +165,7 @@ def _match_paths(
     # the longest end that each path shares with an image
     path_ends = {_longest_end(path, images_by_end) for path in paths}
     path_counts = Counter(paths)
-    matches: dict[str, tuple[Sequence[str], Sequence[str]]] = {}
+    matches: _Matches = {}
     for image in images:
         end = _longest_end(image, paths_by_end)
         if end not in path_ends:  # the paths with this end share longer ones with other images
@@ -188,11 +176,14 @@ def _match_paths(
     return matches
 
 
-def _group_by_end(paths: Iterable[str]) -> dict[str, list[str]]:
-    """Return end -> paths with this end, for each end of each path."""
+def _group_by_end(paths: Iterable[str], max_parts: int = _MAX_FOLDERS) -> dict[str, list[str]]:
+    """Return end -> paths with this end, for each end of each path.
+
+    `max_parts`: maximum number of parts of an end; 1 for the file name alone.
+    """
     groups: dict[str, list[str]] = {}
     for path in paths:
-        for end in _ends(path):
+        for end in _ends(path, max_parts):
             groups.setdefault(end, []).append(path)
     return groups
 
@@ -202,14 +193,14 @@ def _longest_end(path: str, ends: Container[str]) -> str:
     return next((end for end in _ends(path) if end in ends), "")
 
 
-def _ends(path: str) -> Sequence[str]:
+def _ends(path: str, max_parts: int = _MAX_FOLDERS) -> Sequence[str]:
     """Return the ends of a path, the longest first: a/b/c, b/c and c for a/b/c."""
-    parts = path.split("/")[-_MAX_FOLDERS:]
+    parts = path.split("/")[-max_parts:]
     return ["/".join(parts[start:]) for start in range(len(parts))]
 
 
-def read_annotations(path: Path) -> Annotations:
-    """Return the annotations of a COCO json, a data.yaml, or a folder of label files.
+def read_annotations(path: Path) -> Annotations | None:
+    """Return the annotations of a COCO json, a data.yaml, or a folder of label files; else None.
 
     Raises:
         FeedError: they cannot be read, or are in another format.
@@ -218,7 +209,7 @@ def read_annotations(path: Path) -> Annotations:
         return _read_label_folder(path)
     if is_data_yaml(path):
         return _read_yaml_labels(path)
-    return read_coco(path)
+    return read_coco(path) if suffix_of(path) == ".json" else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,10 +67,10 @@ def random_feeds(
     rng = np.random.default_rng(seed)
     feeds = []
     for _ in range(count):
-        feed = {}
-        for spec, shape in zip(inputs, input_shapes, strict=True):
-            feed[spec.name] = _draw_values(spec, shape, rng)
-        feeds.append(feed)
+        specs_and_shapes = zip(inputs, input_shapes, strict=True)
+        feeds.append(
+            {spec.name: _draw_values(spec, shape, rng) for spec, shape in specs_and_shapes}
+        )
     return feeds
 
 

@@ -23,7 +23,6 @@ from deploy.feed.file_list import FileList
 from deploy.feed.images import printable_name, summarize_names
 from deploy.feed.loaders import read_item_labels
 from deploy.feed.parallel import SampleStream
-from deploy.feed.paths import is_data_yaml
 from deploy.feed.pixels import boxes_to_input
 from deploy.feed.preprocess import Size, with_image_size
 from deploy.feed.samples import Feed
@@ -154,8 +153,9 @@ def read_labels(path: Path | str) -> FileList | Annotations | str:
         return BY_FOLDER
     refuse_no_path(path)
     path = Path(path)
-    if path.is_dir() or is_data_yaml(path) or path.suffix.lower() == ".json":
-        return read_annotations(path)
+    annotations = read_annotations(path)
+    if annotations is not None:
+        return annotations
     lines = read_text(path, what="a text file of labels", error=FeedError).splitlines()
     labelled_files = FileList(folder="")
     for number, line in enumerate(lines, 1):
@@ -307,7 +307,11 @@ def _note_unlabelled(annotations: Annotations, evaluation: Feed) -> str:
     """
     if annotations.unlabelled is None:  # so each image has annotations: `apply_labels` checked it
         return ""
-    unlabelled_names = [name for name in evaluation.names if not annotations.has_picture(name)]
+    unlabelled_names = [
+        name
+        for name in evaluation.names
+        if annotations.find_objects(name) is annotations.unlabelled
+    ]
     if not unlabelled_names:
         return ""
     names_text = summarize_names(unlabelled_names, 3)

@@ -157,17 +157,15 @@ def _parse_line(list_path: Path, number: int, line: str) -> tuple[str, int | Non
     folder = list_path.parent
     if os.path.isfile(folder / line):
         return line, None
-    separators: list[str | None] = [",", None]  # None stands for white space
-    # in "a.jpg 1,5" the comma is that of a label, which is refused below, if only "a.jpg" is a file
     path, last_word = ["", *line.rsplit(None, 1)][-2:]
-    before_comma = line.rpartition(",")[0]
-    is_decimal = re.fullmatch(r"\d+,\d+", last_word) is not None
-    if is_decimal and os.path.isfile(folder / path) and not os.path.isfile(folder / before_comma):
-        separators.remove(",")
-    for separator in separators:
+    has_decimal_comma = re.fullmatch(r"\d+,\d+", last_word) and os.path.isfile(folder / path)
+    for separator in (",", None):  # None stands for white space
         name, last_word = ["", *line.rsplit(separator, 1)][-2:]
         if separator:  # a csv may quote the path
             name, last_word = name.strip(' "'), last_word.strip()
+            # in "a.jpg 1,5" the comma is that of a label, refused below, unless "a.jpg 1" is a file
+            if has_decimal_comma and not os.path.isfile(folder / name):
+                continue
         if name and re.fullmatch(r"\d{1,9}", last_word, re.ASCII):
             return name, int(last_word)
         if os.path.isfile(folder / name) and not os.path.isfile(folder / last_word):

@@ -437,8 +437,8 @@ def preprocess_items(
         images = array if array.ndim == 4 else array[None]  # [N, ...]
         labels = read_item_labels(label_value, len(images))  # None unless one for each image
         for position, image in enumerate(images):
-            pixels = preprocess_image(to_opencv_channels(image, preprocess, title), preprocess)
-            values = pixels.astype(dtype, copy=False)
+            pixels = to_opencv_channels(image, preprocess, title)
+            values = preprocess_image(pixels, preprocess, dtype)
             yield values if labels is None else (values, labels[position])
 
 

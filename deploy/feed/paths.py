@@ -257,16 +257,12 @@ def _resolve_folder(folder: Path) -> SourceFiles:
     Raises:
         FeedError: there are neither.
     """
-    images = []
-    unsupported_images = []
-    arrays = []
-    for name in walk_files(folder, _is_image_or_arrays):
-        if is_image(name):
-            images.append(name)
-        elif is_unsupported_image(name):
-            unsupported_images.append(name)
-        elif not _is_statistics_of_cache(folder / name):  # a file of arrays to be fed
-            arrays.append(name)
+    names = walk_files(folder, _is_image_or_arrays)
+    images = list(filter(is_image, names))
+    unsupported_images = list(filter(is_unsupported_image, names))
+    arrays = [
+        name for name in filter(is_array_file, names) if not _is_statistics_of_cache(folder / name)
+    ]
     if not images and not arrays:
         got = "none; give another folder or a list file"
         if unsupported_images:

@@ -48,17 +48,26 @@ from deploy.files.manifest import sha256
 from deploy.tensors import Array
 
 
-def preprocess_image(pixels: Array, preprocess: Preprocess) -> Array:
-    """Convert uint8 or uint16 [H, W, C] in BGR or grey to float32 [1, C, h, w] or [1, h, w, C].
+def image_size(pixels: Array) -> Size:
+    """Return (height, width) of an image, [H, W, C]."""
+    return pixels.shape[0], pixels.shape[1]
 
-    `preprocess` must be complete: size, color and layout are set; a side of None depends on the
-    image. The result does not depend on the number of threads.
+
+def preprocess_image(pixels: Array, preprocess: Preprocess, dtype: str = "float32") -> Array:
+    """Convert uint8 or uint16 [H, W, C] in BGR or grey to an input, [1, C, h, w] or [1, h, w, C].
+
+    The result does not depend on the number of threads.
+
+    Args:
+        pixels: the image.
+        preprocess: complete: size, color and layout are set; a side of None depends on the image.
+        dtype: of the input; all is computed in float32.
 
     Raises:
         FeedError: a side would be too long, see `with_image_size`.
     """
     assert preprocess.color is not None
-    preprocess = with_image_size(preprocess, (pixels.shape[0], pixels.shape[1]))
+    preprocess = with_image_size(preprocess, image_size(pixels))
     resized, (top, left) = resize_to_input(pixels, preprocess)
     if preprocess.color == "rgb":  # from BGR
         resized = resized[:, :, ::-1]
@@ -76,7 +85,7 @@ def preprocess_image(pixels: Array, preprocess: Preprocess) -> Array:
         _scale_and_normalise(channels_first, preprocess, out=channels_first)
     image_region = channels_first[:, top : top + height, left : left + width]
     _scale_and_normalise(resized.transpose(2, 0, 1), preprocess, out=image_region)
-    return input_values
+    return input_values.astype(dtype, copy=False)
 
 
 def resize_to_input(pixels: Array, preprocess: Preprocess) -> tuple[Array, tuple[int, int]]:
@@ -84,7 +93,7 @@ def resize_to_input(pixels: Array, preprocess: Preprocess) -> tuple[Array, tuple
 
     `preprocess` must have both sides of the input set, as by `with_image_size`.
     """
-    size, (top, left) = resized_geometry((pixels.shape[0], pixels.shape[1]), preprocess)
+    size, (top, left) = resized_geometry(image_size(pixels), preprocess)
     resized = _resize(pixels, size, preprocess)
     # a corner above or left of the input, at negative coordinates, is cropped
     input_height, input_width = preprocess.input_size
@@ -356,13 +365,13 @@ class Previews:
         source_size = None
         source_image = _decode_source_image(raw)
         if source_image is not None:
-            source_size = source_image.shape[0], source_image.shape[1]
+            source_size = image_size(source_image)
             source_image = shrink_image(source_image)
         self._preview_by_index[index] = Preview(
             name=name,
             input_image=shrink_image(input_image),
             source_image=source_image,
-            input_size=(input_image.shape[0], input_image.shape[1]),
+            input_size=image_size(input_image),
             source_size=source_size,
         )
 

@@ -116,11 +116,6 @@ def sampling_order(count: int) -> NDArray[np.int64]:
     return np.asarray(positions[np.sort(first_steps)][:count], np.int64)
 
 
-def to_sampling_order(items: Sequence[int]) -> list[int]:
-    """Return all items in low-discrepancy order."""
-    return [items[position] for position in sampling_order(len(items))]
-
-
 def spread_evenly(items: Sequence[int], max_items: int) -> list[int]:
     """Return at most `max_items` items, spread evenly, in their own order."""
     positions = np.sort(sampling_order(len(items))[:max_items])
@@ -339,7 +334,8 @@ class ChosenSamples:
 
     def use_sampling_order(self) -> None:
         """Change to low-discrepancy order: the first n samples are spread over the source."""
-        self.indices = self._last_pass = _compact(to_sampling_order(self.indices))
+        order = sampling_order(len(self.indices))
+        self.indices = self._last_pass = _compact(self.indices[position] for position in order)
         self._counts_so_far = 0, 0
 
     def keep_first(self, count: int) -> None:

@@ -32,7 +32,7 @@ from deploy.feed.file_list import (
     RawSample,
     sample_digest,
 )
-from deploy.feed.pixels import preprocess_image
+from deploy.feed.pixels import image_size, preprocess_image
 from deploy.feed.preprocess import INTEGER_DTYPES, Preprocess, Size, describe, with_image_size
 from deploy.files.reading import open_regular_file
 from deploy.tensors import Array, TensorSpec
@@ -117,8 +117,7 @@ class VideoSource:
         if self._preprocess.color == "grey":
             cv2 = opencv()
             pixels = cv2.cvtColor(pixels, cv2.COLOR_BGR2GRAY)[:, :, None]
-        values = preprocess_image(pixels, self._preprocess)
-        return {self._spec.name: values.astype(self._spec.dtype, copy=False)}
+        return {self._spec.name: preprocess_image(pixels, self._preprocess, self._spec.dtype)}
 
     def _read_frame(self, index: int) -> Array:
         """Return a frame's pixels, uint8 [H, W, 3] BGR.
@@ -185,7 +184,7 @@ def decoded_size(file: ImageFile) -> Size | None:
         is_rotated = headers.is_rotated(header)
         if stored_size is None or is_rotated is None:  # the header does not tell
             pixels = decode_image(images.read_image_file(file), file.name, grey=True)
-            return pixels.shape[0], pixels.shape[1]
+            return image_size(pixels)
     except (OSError, ValueError, FeedError):
         return None  # reading the sample will report the error
     width, height = stored_size
@@ -294,10 +293,9 @@ class ImageSource:
             pixels = decode_image(data, name, grey=grey, deep=self._feeds_16_bits)
             if headers.read_bit_depth(data) == 16:
                 self.of_16_bits.add(index)
-            size = pixels.shape[0], pixels.shape[1]
-            preprocess = with_image_size(self.preprocess, size, images.printable_name(name))
-            values = preprocess_image(pixels, preprocess)
-            return {self.spec.name: values.astype(self.spec.dtype, copy=False)}
+            title = images.printable_name(name)
+            preprocess = with_image_size(self.preprocess, image_size(pixels), title)
+            return {self.spec.name: preprocess_image(pixels, preprocess, self.spec.dtype)}
 
 
 def check_present(files: Iterable[ImageFile], count: int, source_name: str) -> None:
