@@ -62,12 +62,9 @@ def percentile(histogram: Histogram, *, percent: float) -> Scale:
     amax = position * bin_width
     minimum = histogram.minimum
     maximum = histogram.maximum
-    lo = minimum
-    hi = maximum
-    if minimum < 0:
-        lo = max(minimum, min(_signed_quantile(histogram, 1 - share), 0.0))
-    if maximum > 0:
-        hi = min(maximum, max(_signed_quantile(histogram, share), 0.0))
+    # an end on the other side of 0 stays as it is: `minimum` from 0 on, `maximum` up to 0
+    lo = max(minimum, min(_signed_quantile(histogram, 1 - share), 0.0))
+    hi = min(maximum, max(_signed_quantile(histogram, share), 0.0))
     return Scale(
         # values of one sign: a quantile, exact to a bin, may lie outside the observed range
         lo=min(lo, maximum),

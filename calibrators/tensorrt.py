@@ -125,7 +125,7 @@ class HostMemory:
 
     def put(self, name: str, array: Array) -> int:
         """Copy `array`; return the address of the copy."""
-        self._buffers[name] = np.array(array, order="C", copy=True)
+        self._buffers[name] = np.array(array, order="C")
         return self._buffers[name].ctypes.data
 
 

@@ -28,7 +28,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from calibrators.histogram import Histogram
+from calibrators.statistics import Recorder
 from deploy.calibration import cluster_jobs, shards
 from deploy.calibration.cluster_jobs import (
     Cluster,
@@ -182,7 +182,7 @@ class ShardMerger:
         self._observations = tuple(observations)
         self._feed = feed
         self._identities = identities
-        self._merged: dict[Key, Histogram] = {}
+        self._merged: dict[Key, Recorder] = {}
         self._peaks = Peaks()  # numbers samples by position, bad ones included
 
     def add(self, piece: Share, worker: str, data: bytes) -> None:

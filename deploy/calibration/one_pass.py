@@ -29,7 +29,7 @@ the memory, fewer are used, which changes no result.
 
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
@@ -38,11 +38,12 @@ from pathlib import Path
 
 import onnx
 
-from calibrators.histogram import BINS, Histogram
+from calibrators.histogram import BINS
 from calibrators.statistics import BatchRecorder, Recorder
 from deploy.calibration.checkpoint import Checkpoint
 from deploy.calibration.observation import Observation, ObservedStatistics, with_needs
 from deploy.calibration.sample_checks import Peaks
+from deploy.calibration.shards import merge_histograms
 from deploy.calibration.taps import (
     BufferedSession,
     OutputCallback,
@@ -154,7 +155,7 @@ class _PassState:
         self._ordered_recorders = {
             observation: earlier.recorder(observation) for observation in self._ordered_recorders
         }
-        _merge(
+        merge_histograms(
             self._slices[0],
             {observation: earlier.recorder(observation) for observation in self._order_free},
         )
@@ -212,7 +213,7 @@ class _PassState:
         since_last_snapshot = _merge_all(self._slices)
         if self._snapshot_total is None:
             self._snapshot_total = self._make_recorders(self._order_free)
-        _merge(self._snapshot_total, since_last_snapshot)
+        merge_histograms(self._snapshot_total, since_last_snapshot)
         self._make_slices()
         return _by_key(since_last_snapshot), _by_key(self._snapshot_total)
 
@@ -277,15 +278,8 @@ def _checkpoint_pause(checkpoint: Checkpoint, state: _PassState) -> Pause:
 def _merge_all(slices: Sequence[_Recorders]) -> _Recorders:
     """Merge all slices into the first and return it."""
     for recorders in slices[1:]:
-        _merge(slices[0], recorders)
+        merge_histograms(slices[0], recorders)
     return slices[0]
-
-
-def _merge(total: _Recorders, recorders: Mapping[Observation, Recorder]) -> None:
-    for observation, recorder in recorders.items():
-        merged = total[observation]  # slices are merged only if all of their recorders can be
-        assert isinstance(merged, Histogram) and isinstance(recorder, Histogram), observation
-        merged.merge(recorder)
 
 
 def _by_key(recorders: _Recorders) -> ObservedStatistics:

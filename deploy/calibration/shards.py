@@ -25,11 +25,12 @@ import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import msgspec
 
 from calibrators.histogram import Histogram
+from calibrators.statistics import Recorder
 from deploy.calibration.calibration_result import CalibrationResult
 from deploy.calibration.fingerprint import (
     CALIB8,
@@ -60,6 +61,7 @@ SCHEMA = "calib8-shard/1"
 _KIND = "a shard of a calibration, as calib8 calibrate --shard writes it"
 _DOCUMENT, _STATISTICS = "shard.json", "statistics.npz"
 _Sha256 = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
+_T = TypeVar("_T")
 _MAX_LISTED = 9  # missing shards that a message lists
 
 
@@ -120,9 +122,9 @@ def serialize_shard(
         "share": asdict(share),
         "made_from": made_from.to_json(),
         "digests": list(digests),
-        "skipped": {str(position): reason for position, reason in sorted(skipped.items())},
+        "skipped": {str(position): reason for position, reason in skipped.items()},
         "peaks": peaks,
-        "observations": [list(key) for key in observed],
+        "observations": list(observed),
         "statistics": sha256(packed),
     }
     if counted is not None:
@@ -302,14 +304,17 @@ def observe_unless_all_skipped(
         return ObservedStatistics()
 
 
-def merge_histograms(merged: dict[Key, Histogram], observed: ObservedStatistics) -> None:
-    """Add the histograms of a shard to those of others."""
-    for key, histogram in observed.items():
-        assert isinstance(histogram, Histogram)  # `refuse_ordered` lets no other statistic pass
-        if key in merged:
-            merged[key].merge(histogram)
-        else:
-            merged[key] = histogram
+def merge_histograms(total: dict[_T, Recorder], part: Mapping[_T, Recorder]) -> None:
+    """Merge the histograms of a part of the samples, such as a shard, into those of others.
+
+    A histogram whose key is not in `total` is added as it is. The callers let no other statistic
+    pass (`refuse_ordered`, or because it is recorded by one thread).
+    """
+    for key, recorder in part.items():
+        merged = total.setdefault(key, recorder)
+        assert isinstance(merged, Histogram) and isinstance(recorder, Histogram), key
+        if merged is not recorder:
+            merged.merge(recorder)
 
 
 class ShardSet:
@@ -361,7 +366,7 @@ class ShardSet:
                     " merge for the targets and options that the shards were made for"
                 )
         positions = self.feed.positions  # of its samples in the list of images, bad ones left out
-        merged: dict[Key, Histogram] = {}
+        merged: dict[Key, Recorder] = {}
         for shard in self._shards:
             peaks.add_rows(shard.peaks, positions)
             merge_histograms(merged, shard.observed(observations))

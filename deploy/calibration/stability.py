@@ -134,8 +134,11 @@ class StabilityMonitor:
         """
         if self._scales_at_last_check:  # there was a check before
             second_half_scales = self._search_scales(second_half_statistics)
-            self._last_agreement = self._compare(
-                self._scales_at_last_check, second_half_scales, sample_count
+            self._last_agreement = compare_halves(
+                self._scales_at_last_check,
+                second_half_scales,
+                sample_count=sample_count,
+                within=self._max_difference,
             )
             self._agreements_in_row += 1
             if not self._last_agreement.is_enough:
@@ -155,7 +158,9 @@ class StabilityMonitor:
         if not self.halves or sample_count < 2:
             return None
         first_half, second_half = map(self._search_scales, self.halves)
-        return self._compare(first_half, second_half, sample_count)
+        return compare_halves(
+            first_half, second_half, sample_count=sample_count, within=self._max_difference
+        )
 
     def _search_scales(self, observed: ObservedStatistics) -> ScaleByKey:
         """Return the ranges of the observations that are compared, without those that have none."""
@@ -168,13 +173,6 @@ class StabilityMonitor:
                 if observation.tensor in scales:
                     scale_by_key[observation.key] = scales[observation.tensor]
         return scale_by_key
-
-    def _compare(
-        self, first_half: ScaleByKey, second_half: ScaleByKey, sample_count: int
-    ) -> HalvesAgreement:
-        return compare_halves(
-            first_half, second_half, sample_count=sample_count, within=self._max_difference
-        )
 
 
 def refuse_until_stable(

@@ -209,7 +209,7 @@ def save_calibration(
     ]
 
     document = _make_document(cache_text, calibration.fingerprint)
-    document["observations"] = [list(key) for key in stored_keys]
+    document["observations"] = stored_keys
     document["outliers"] = [astuple(outlier) for outlier in outliers]
     document["sha256"]["statistics"] = sha256(packed)
     if calibration.stop_rule is not None:

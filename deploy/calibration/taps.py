@@ -261,13 +261,16 @@ def make_runners(
     runners = []
     for variant, variant_observations in group_by_variant(observations).items():
         tensors = list(dict.fromkeys(observation.tensor for observation in variant_observations))
-        histogram_observations: list[Observation] = []
-        other_observations: list[Observation] = []
-        for observation in variant_observations:
-            if observation.statistic == usual_histogram:
-                histogram_observations.append(observation)
-            else:
-                other_observations.append(observation)
+        histogram_observations = [
+            observation
+            for observation in variant_observations
+            if observation.statistic == usual_histogram
+        ]
+        other_observations = [
+            observation
+            for observation in variant_observations
+            if observation.statistic != usual_histogram
+        ]
         runner = VariantRunner(
             key=variant.key,
             tap=Tap(variant.make(observed), tensors),
