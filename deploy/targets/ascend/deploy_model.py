@@ -49,6 +49,7 @@ from deploy.targets.ascend.quant_layer import (
     QuantLayer,
     QuantLayers,
     from_rows,
+    invert_dmq_factors,
     multiply_input_channels,
     read_weight_rows,
 )
@@ -131,9 +132,9 @@ class LayerRewriter(ABC):
             quant_layer: the layer's integers.
         """
         nodes: Nodes = []
-        inverse_factors = quant_layer.inverse_dmq_factors
-        if inverse_factors is not None:  # DMQ has multiplied the weight by the factors
-            nodes += multiply_input(node, inverse_factors)
+        dmq_factors = quant_layer.record.dmq_factors
+        if dmq_factors.size:  # DMQ has multiplied the weight by the factors
+            nodes += multiply_input(node, invert_dmq_factors(dmq_factors, quant_layer.layer))
         nodes += self.quantize_input(node, 0, quant_layer)
         if quant_layer.second_operand is not None:
             nodes += self.quantize_input(node, 1, quant_layer.second_operand)

@@ -40,7 +40,6 @@ class QuantLayer:
             [C_in, C_out]), one per byte; None for a pool.
         bias: int32 [C_out]; None without bias.
         dequant_scale: scale_w * scale_d, float32 [C_out] or [1], truncated if the record says so.
-        inverse_dmq_factors: 1 / DMQ factors, shaped to broadcast over the input; None without DMQ.
         second_operand: the second input of a MatMul of two activations; None for other layers.
     """
 
@@ -50,7 +49,6 @@ class QuantLayer:
     weight: Int8Array | None
     bias: Int32Array | None
     dequant_scale: Float32Array
-    inverse_dmq_factors: Float32Array | None
     second_operand: QuantLayer | None = None
 
 
@@ -178,9 +176,6 @@ def _quantize(layer: Layer, record: LayerRecord, index: Graph) -> QuantLayer:
         ExportError: a scale, a bias or the sums of products exceed the limits of the hardware.
     """
     quant_factor = _invert_scale(record.scale_d, "scale_d", record.act_bits)
-    inverse_dmq_factors = None
-    if record.dmq_factors.size:  # DMQ divides the input by factors, and multiplies the weight
-        inverse_dmq_factors = invert_dmq_factors(record.dmq_factors, layer)
     # a pool, and an input of tensor_quantize, have no weight
     weight_scale = record.scale_w if record.scale_w.size else np.ones(1, np.float32)
     dequant_scale = np.asarray(weight_scale * record.scale_d, np.float32)
@@ -198,7 +193,6 @@ def _quantize(layer: Layer, record: LayerRecord, index: Graph) -> QuantLayer:
         weight=weight,
         bias=bias,
         dequant_scale=dequant_scale,
-        inverse_dmq_factors=inverse_dmq_factors,
         second_operand=_second_operand(layer, record) if layer.two_activations else None,
     )
 
@@ -251,7 +245,6 @@ def _second_operand(layer: Layer, record: LayerRecord) -> QuantLayer:
         weight=None,
         bias=None,
         dequant_scale=record.scale_w,
-        inverse_dmq_factors=None,
     )
 
 

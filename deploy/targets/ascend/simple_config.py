@@ -58,13 +58,12 @@ def read_simple_config(text: str, graph: LayerGraph, file_name: str = "the confi
         )
     # layer -> its settings, and the layers that cannot have the 16-bit activations of common_config
     layers, lowered_to_8_bits = _read_layers(message, graph)
-    batch_num = message.batch_num if message.HasField("batch_num") else 1
     forces_fp16 = message.HasField("fakequant_precision_mode")
     common_section = message.common_config  # an empty one if the configuration has none
     config = QuantConfig(
-        batch_num=check_value("batch_num", batch_num, MODEL_RULES["batch_num"]),
-        activation_offset=_is_true_or_unset(message, "activation_offset"),
-        do_fusion=_is_true_or_unset(message, "do_fusion"),
+        batch_num=check_value("batch_num", message.batch_num, MODEL_RULES["batch_num"]),
+        activation_offset=message.activation_offset,
+        do_fusion=message.do_fusion,
         skip_fusion_layers=tuple(refuse_repeats(message.skip_fusion_layers, "skip_fusion_layers")),
         fakequant_precision_mode="FORCE_FP16_QUANT" if forces_fp16 else None,
         tensors=collect_tensors(
@@ -110,11 +109,6 @@ def _read_layers(message: Any, graph: LayerGraph) -> tuple[dict[str, LayerConfig
                 lowered_to_8_bits.append(name)
         layers[name] = replace(settings, quant_enable=name not in skipped_names)
     return layers, lowered_to_8_bits
-
-
-def _is_true_or_unset(message: Any, field: str) -> bool:
-    """Return the value of a bool field whose default in AMCT is true."""
-    return not message.HasField(field) or bool(getattr(message, field))
 
 
 def _types_and_ranks(layer_type: str) -> tuple[tuple[str, int], ...]:
@@ -233,10 +227,7 @@ def _read_balancer(section: Any) -> float | None:
     """
     if not section.HasField("dmq_balancer"):
         return None
-    balancer = section.dmq_balancer
-    strength = 0.5  # AMCT's default
-    if balancer.HasField("migration_strength"):
-        strength = _decimal(balancer.migration_strength)
+    strength = _decimal(section.dmq_balancer.migration_strength)
     check_value("dmq_balancer_param", strength, LAYER_RULES["dmq_balancer_param"])
     return strength
 
