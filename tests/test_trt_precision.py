@@ -277,6 +277,16 @@ def test_integers_and_subgraphs_are_not_narrowed():
     assert OrtSession.open(typed_model).run(x)["y"].tolist() == x["x"].tolist()
 
 
+def test_pair_before_custom_operator_stays_float32():
+    nodes = "QuantizeLinear x s z -> q | DequantizeLinear q s z -> d | Relu d -> t | Relu t -> y"
+    model = net(nodes, {"s": 0.5, "z": np.int8(0)}, t={"domain": "mine"})
+    model.opset_import.append(helper.make_opsetid("mine", 1))
+    model.graph.value_info.append(helper.make_tensor_value_info("t", FLOAT, [2, 4]))
+    typed_model, _ = narrow_float_part(model, "fp16", {})
+    readers = [node.domain for node in typed_model.graph.node if "d" in node.input]
+    assert readers == ["mine"]  # without a Cast in between
+
+
 def test_failed_lift_leaves_no_typed_model(tmp_path, small_cnn, pictures, monkeypatch, wording):
     broken = net("Odd x -> t | Relu t -> y", {}, t={"domain": "mine"})
     with pytest.raises(ExportError, match="onnx says"):  # the domain has no version

@@ -261,9 +261,7 @@ class _TypeConverter:
         if self.index.is_read_outside(name):
             return False
         readers = self.index.readers.get(name, [])
-        return any(
-            node.op_type in _NARROW_OPS and not self._overflow_reason(node) for node in readers
-        )
+        return any(_can_be_narrow(node) and not self._overflow_reason(node) for node in readers)
 
     def _overflow_reason(self, node: onnx.NodeProto) -> str:
         """Return why float16 is too narrow for a node, or ""; bfloat16 never is."""
