@@ -75,6 +75,13 @@ def test_screen_counts_layers_where_a_search_did():
     assert "In int8       48 of 64 layers" in to_screen(report)
 
 
+def test_screen_counts_skipped_images():
+    feed = FeedPart(source="photos", samples=6, skipped=("no image: 2.png", "no image: 5.png"))
+    assert "6 samples (2 more skipped) from photos" in to_screen(
+        replace(detector("good"), feed=feed)
+    )
+
+
 @pytest.mark.parametrize(("differing_count", "is_shown"), [(4, False), (10, True)])
 def test_screen_names_ranges_that_need_more_images(differing_count, is_shown):
     differences = {f"t{number}": 0.5 for number in range(differing_count)}

@@ -369,6 +369,14 @@ def test_images_compare_outputs_of_two_models(bench_json, tmp_path, sample_file)
     assert second["accuracy"]["why"] == "no task, as set by --task"
 
 
+def test_skipped_images_are_counted(bench_json, model_a, tmp_path):
+    folder = tmp_path / "arrays"
+    folder.mkdir()
+    np.save(folder / "a.npy", np.ones((1, 3), np.float32))
+    (folder / "b.npy").write_bytes(b"no array")
+    assert "1 skipped" in bench_json(model_a, "--images", folder, "--skip-bad")[1]
+
+
 def test_options_against_images_are_refused(refusal_of, model_a, sample_file, wording):
     wording.check(refusal_of(model_a, "--images", sample_file, "--seed", 1))
     wording.check(refusal_of(model_a, "--limit", 1))

@@ -131,6 +131,7 @@ def bench(
 
     # what the engines are run on: random inputs, or images, on which their outputs are compared too
     accuracies: dict[str, Accuracy] = {}  # label of the second engine -> its accuracy
+    feed = None
     if images is None:
         make_inputs, notes = _choose_random_inputs(
             engines.values(), input_specs, shapes or {}, seed
@@ -139,7 +140,7 @@ def bench(
         dataset = to_dataset(images, preprocess=preprocess, skip_bad=skip_bad, limit=limit)
         feed = _open_images(dataset, engines, input_specs)
         make_inputs = partial(_take_images, feed)
-        notes = preprocessing_notes(feed)
+        notes = ()
         if compares_outputs:
             accuracies = _compare_outputs(engines, feed, metric)
             for model, path in _read_onnx_models(engines.values()):
@@ -164,6 +165,9 @@ def bench(
         kernels = _time_kernels(
             engines, inputs, latency_by_label, threads=threads, duration_s=duration_s
         )
+
+    if feed is not None:  # its images have been read, so it knows which ones were skipped
+        notes = (*preprocessing_notes(feed), *notes)
 
     # a row of the report for each engine, the reference first
     rows = []

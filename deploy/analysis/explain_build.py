@@ -283,7 +283,8 @@ def explain(
                     threads=worker_threads(threads),
                     task=target.set_task,
                 )
-            results = replace(results, notes=tuple(model_notes(report_path, loaded)))
+            notes = (*model_notes(report_path, loaded), *feed.notes)
+            results = replace(results, notes=notes)
         # `held` are the results of the user's images
         targets_with_results.append(replace(target, held=results))
     return replace(explanation, targets=tuple(targets_with_results))

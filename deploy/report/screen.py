@@ -216,7 +216,10 @@ def _decision_lines(report: Findings) -> Iterator[str]:
     yield from entries("Speed", speed_texts(report))
     yield from entries("Device", report.device_texts)
     if report.feed:
-        text = f"{counted(report.feed.samples, 'sample')} from {report.feed.source}"
+        text = counted(report.feed.samples, "sample")
+        if report.feed.skipped:
+            text += f" ({len(report.feed.skipped)} more skipped)"
+        text += f" from {report.feed.source}"
         if report.feed.prepared:
             text += f": {report.feed.prepared}"
         yield from entry("Images", text)
