@@ -7,15 +7,12 @@ A *weight pair* is two adjacent weights of a channel: x86 CPUs without VNNI add 
 in 16 bits, which may saturate (see `calibrators.weights`).
 """
 
-from typing import Any
-
 import numpy as np
 import onnx
-from numpy.typing import NDArray
 from onnx import numpy_helper
 
 from calibrators.amct.arq import channels_first
-from calibrators.grids import Grid, weight_scales
+from calibrators.grids import Float32Array, Grid, weight_scales
 from calibrators.weights import (
     PAIR_LIMIT,
     is_depthwise,
@@ -25,6 +22,7 @@ from calibrators.weights import (
 )
 from deploy.graph.index import Graph, attributes
 from deploy.graph.placement import WEIGHTED
+from deploy.tensors import Array
 
 
 def compute_weight_scales(
@@ -34,7 +32,7 @@ def compute_weight_scales(
     node: onnx.NodeProto,
     *,
     fits_pairs: bool,
-) -> NDArray[np.float32]:
+) -> Float32Array:
     """Return the scales of a weight, float32 [C] along `axis` or [1].
 
     Args:
@@ -57,8 +55,8 @@ def compute_weight_scales(
 
 
 def fit_trained_scales(
-    tensor: onnx.TensorProto, scales: NDArray[np.float32], node: onnx.NodeProto
-) -> NDArray[np.float32]:
+    tensor: onnx.TensorProto, scales: Float32Array, node: onnx.NodeProto
+) -> Float32Array:
     """Return the scales of a trained weight, larger for channels whose weight pairs saturate.
 
     A pair is two adjacent weights, whose products x86 CPUs without VNNI add in 16 bits. They
@@ -81,14 +79,14 @@ def fit_trained_scales(
     return np.where(sums_in_steps > PAIR_LIMIT, larger_scales, scales)
 
 
-def may_saturate(integers: NDArray[Any], node: onnx.NodeProto) -> bool:
+def may_saturate(integers: Array, node: onnx.NodeProto) -> bool:
     """Whether products of a node's stored weight may saturate on x86 CPUs without VNNI."""
     if integers.dtype != np.int8 or _is_depthwise(integers, node):
         return False
     return bool((pair_sums(channel_rows(integers, node)) > PAIR_LIMIT).any())
 
 
-def channel_rows(weight: NDArray[Any], node: onnx.NodeProto) -> NDArray[Any]:
+def channel_rows(weight: Array, node: onnx.NodeProto) -> Array:
     """Return a node's weight with output channels first, [C_out, C_in / groups, ...]."""
     attrs = attributes(node)
     if node.op_type == "ConvTranspose":
@@ -99,7 +97,7 @@ def channel_rows(weight: NDArray[Any], node: onnx.NodeProto) -> NDArray[Any]:
     return np.moveaxis(weight, -1, 0) if channels_last else weight
 
 
-def _is_depthwise(weight: NDArray[Any], node: onnx.NodeProto) -> bool:
+def _is_depthwise(weight: Array, node: onnx.NodeProto) -> bool:
     """Whether the weight is a depthwise Conv's; vectors and matrices have no groups."""
     groups = int(attributes(node).get("group", 1))
     return weight.ndim > 2 and is_depthwise(groups, *weight.shape[:2])

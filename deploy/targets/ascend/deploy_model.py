@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
 from calibrators.amct.arq import by_row
-from calibrators.grids import Float32Array, Int8Array, Int32Array
+from calibrators.grids import Float32Array, Int8Array, Int32Array, StoredArray
 from deploy.graph.edit import (
     drop_initializer_inputs,
     make_node,
@@ -43,7 +43,7 @@ from deploy.graph.edit import (
     unique_name,
     update_tensors,
 )
-from deploy.graph.index import Graph
+from deploy.graph.index import Graph, Nodes
 from deploy.runtimes.mapped_model import copy_without_initializers
 from deploy.targets.ascend.quant_layer import (
     QuantLayer,
@@ -53,8 +53,7 @@ from deploy.targets.ascend.quant_layer import (
     multiply_input_channels,
     read_weight_rows,
 )
-
-Nodes = list[onnx.NodeProto]
+from deploy.tensors import Array
 
 
 def copy_without_weights(model: onnx.ModelProto, layers: QuantLayers) -> onnx.ModelProto:
@@ -227,7 +226,7 @@ class LayerRewriter(ABC):
     def end_layer(self, node: onnx.NodeProto, quant_layer: QuantLayer) -> Nodes:
         """Change the node that ends a layer in place; return the nodes that make its output."""
 
-    def convert_weight(self, quant_layer: QuantLayer, weight: Int8Array) -> NDArray[np.number[Any]]:
+    def convert_weight(self, quant_layer: QuantLayer, weight: Int8Array) -> StoredArray:
         """Return a weight as this model stores it."""
         return weight
 
@@ -245,7 +244,7 @@ class LayerRewriter(ABC):
         drop_initializer_inputs(self.graph)
         del self.graph.value_info[:]
 
-    def store(self, name: str, value: NDArray[Any]) -> str:
+    def store(self, name: str, value: Array) -> str:
         """Add an initializer; return its name."""
         self.tensors[name] = numpy_helper.from_array(value, name)
         return name
@@ -268,7 +267,7 @@ def multiply_input(node: onnx.NodeProto, inverse_dmq_factors: Float32Array) -> N
     return [constant, make_node("Mul", inputs, product, f"{name}.mul")]
 
 
-def make_constant(name: str, value: NDArray[Any] | np.generic) -> onnx.NodeProto:
+def make_constant(name: str, value: Array | np.generic) -> onnx.NodeProto:
     """Return a Constant node; its output is '<name>.output0'."""
     tensor = numpy_helper.from_array(np.asarray(value))
     return make_node("Constant", [], f"{name}.output0", name, value=tensor)
@@ -394,7 +393,7 @@ class _DeployWriter(LayerRewriter):
             dequant.attribute.append(helper.make_attribute(PACKED, "INT4"))
         return [dequant]
 
-    def convert_weight(self, quant_layer: QuantLayer, weight: Int8Array) -> NDArray[np.number[Any]]:
+    def convert_weight(self, quant_layer: QuantLayer, weight: Int8Array) -> StoredArray:
         """Return a weight of 4 bits with two integers per byte, any other one as it is."""
         if quant_layer.record.weight_bits == 4:
             return pack_int4(weight, packed_axis(quant_layer.layer.kind))

@@ -22,13 +22,13 @@ from typing import Any
 
 import numpy as np
 import onnx
-from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from calibrators.amct.arq import ascend_range
 from deploy.errors import ModelError, counted
+from deploy.feed.parallel import Sample
 from deploy.graph.edit import copy_message, make_node, rebuild
-from deploy.graph.index import Graph, attributes
+from deploy.graph.index import Graph, Nodes, attributes
 from deploy.metrics.output_errors import cosine
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.ascend.deploy_model import (
@@ -41,9 +41,9 @@ from deploy.targets.ascend.deploy_model import (
 from deploy.targets.ascend.fake_quant import fake_quant_model
 from deploy.targets.ascend.layers import LAYER_OPS
 from deploy.targets.ascend.quant_layer import QuantLayers
-from deploy.tensors import Session
+from deploy.tensors import Array, Session
 
-Runs = list[dict[str, NDArray[Any]]]  # for each sample: output name -> value
+Runs = list[dict[str, Array]]  # for each sample: output name -> value
 
 _INT32_END = 2**31
 _BITS_BY_TYPE = {b"INT4": 4, b"INT8": 8, b"INT16": 16}  # dst_type of AscendQuant
@@ -115,7 +115,7 @@ class _StandardWriter:
 
     def __init__(self, model: onnx.ModelProto) -> None:
         self.index = Graph(model)
-        self.nodes: list[onnx.NodeProto] = []
+        self.nodes: Nodes = []
         self.constants: list[onnx.TensorProto] = []
         self.offset_by_quant_output: dict[str, int] = {}
         self.kernel_rank_by_layer_output: dict[str, int] = {}
@@ -138,7 +138,7 @@ class _StandardWriter:
         self.constants.append(numpy_helper.from_array(np.asarray(value, np.float32), name))
         return name
 
-    def read_constant(self, name: str) -> NDArray[Any]:
+    def read_constant(self, name: str) -> Array:
         """Return the value of a constant of the deploy model.
 
         Raises:
@@ -247,7 +247,7 @@ class _StandardWriter:
             raise ModelError(f"the bias of {node.name!r} must be int32, got {values.dtype}")
         return self.add_constant(values)
 
-    def read_weight(self, node: onnx.NodeProto) -> NDArray[Any]:
+    def read_weight(self, node: onnx.NodeProto) -> Array:
         """Return a layer's integer weight, unpacked if it has 4 bits."""
         values = self.read_constant(node.input[1])
         if node.output[0] in self.packed_outputs:
@@ -314,7 +314,7 @@ class DeployComparison:
 def compare_deploy_model(
     model: onnx.ModelProto,
     layers: QuantLayers,
-    samples: Sequence[Mapping[str, NDArray[Any]]],
+    samples: Sequence[Sample],
     *,
     threads: int | None = None,
 ) -> DeployComparison:
@@ -422,13 +422,13 @@ def _pop_int32_shares(
     return int32_share_by_layer
 
 
-def _cosine_of_numbers(value: NDArray[Any], reference: NDArray[Any]) -> float:
+def _cosine_of_numbers(value: Array, reference: Array) -> float:
     """Return the cosine without the values that are NaN in both; NaN if only one has a NaN."""
     is_compared = ~(np.isnan(value) & np.isnan(reference))
     return cosine(value[is_compared], reference[is_compared])
 
 
-def _relative_difference(value: NDArray[Any], reference: NDArray[Any]) -> float:
+def _relative_difference(value: Array, reference: Array) -> float:
     """Return the largest difference, relative to the largest magnitude of `value`.
 
     It is NaN if only one of them has a NaN.

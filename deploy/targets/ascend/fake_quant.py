@@ -20,14 +20,11 @@ scale_w * scale_d, so that `convert` rounds them exactly. These stay in float in
 - layers with activations of 4 or 16 bits, which `convert` does not take.
 """
 
-from typing import Any
-
 import numpy as np
 import onnx
-from numpy.typing import NDArray
 
 from calibrators.amct.arq import ascend_range
-from calibrators.grids import Int8Array, Int32Array
+from calibrators.grids import Int8Array, Int32Array, StoredArray
 from deploy.graph.edit import (
     copy_message,
     drop_initializer_inputs,
@@ -35,9 +32,9 @@ from deploy.graph.edit import (
     rebuild,
     update_tensors,
 )
+from deploy.graph.index import Nodes
 from deploy.targets.ascend.deploy_model import (
     LayerRewriter,
-    Nodes,
     copy_without_weights,
     make_constant,
 )
@@ -128,7 +125,7 @@ class _FakeQuantWriter(LayerRewriter):
         mul = make_node("Mul", [tensor, scale.output[0]], output, f"{name}.mul")
         return [scale, mul], output
 
-    def convert_weight(self, quant_layer: QuantLayer, weight: Int8Array) -> NDArray[np.number[Any]]:
+    def convert_weight(self, quant_layer: QuantLayer, weight: Int8Array) -> StoredArray:
         """Return the integers as float32."""
         return weight.astype(np.float32)
 

@@ -29,7 +29,15 @@ from deploy.graph.edit import (
     rename_tensors,
     update_tensors,
 )
-from deploy.graph.index import Graph, attributes, has_subgraph, iter_reads, names_of, opset_of
+from deploy.graph.index import (
+    Graph,
+    Nodes,
+    attributes,
+    has_subgraph,
+    iter_reads,
+    names_of,
+    opset_of,
+)
 from deploy.graph.lowering import find_schema, is_standard, type_variables
 
 _FLOAT32, _FLOAT16 = onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16
@@ -120,7 +128,7 @@ class _Float16Writer:
 
     def run(self) -> None:
         """Set the types of all nodes' tensors, then drop unused casts and constants."""
-        nodes: list[onnx.NodeProto] = []
+        nodes: Nodes = []
         for node in self.graph.node:
             nodes += self.rewrite(node)
         nodes = self.drop_casts(nodes)
@@ -128,7 +136,7 @@ class _Float16Writer:
         update_tensors(self.graph.initializer, self.new_constants)
         rebuild(self.graph, nodes)
 
-    def drop_casts(self, nodes: list[onnx.NodeProto]) -> list[onnx.NodeProto]:
+    def drop_casts(self, nodes: Nodes) -> Nodes:
         """Return the nodes without the Casts that are not needed.
 
         First those go that cast float16 to float16: a tensor takes the name of the Cast's output,
@@ -151,7 +159,7 @@ class _Float16Writer:
             if node.op_type != "Cast" or node.output[0] in read_tensors
         ]
 
-    def restore_constant_names(self, nodes: list[onnx.NodeProto]) -> None:
+    def restore_constant_names(self, nodes: Nodes) -> None:
         """Give the float16 form of a constant the constant's own name if no node reads float32.
 
         `nodes`: the nodes of the model, whose inputs are renamed.

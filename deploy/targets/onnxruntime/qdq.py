@@ -23,12 +23,13 @@ from typing import Any
 
 import numpy as np
 import onnx
-from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
 from calibrators.grids import (
     FP8,
+    Float32Array,
     Grid,
+    RealArray,
     broadcast_parameter,
     fp8_codes,
     quantize,
@@ -49,9 +50,9 @@ from deploy.targets.onnxruntime.uint8_gates import (
     make_pair,
 )
 from deploy.targets.stored_weights import compute_weight_scales, fit_trained_scales
+from deploy.tensors import Array
 
 _INT32_MAX = 2**31 - 1
-Scales32 = NDArray[np.float32]
 _WeightKey = tuple[str, int | None, bool, bytes]  # weight, axis, whether trained, its scales
 Memoize = Callable[[Hashable, Callable[[], Any]], Any]
 
@@ -66,8 +67,8 @@ def write_qdq(
     plan: Plan,
     scales: Scales,
     *,
-    round_scales: Callable[[Scales32], Scales32] = lambda scales: scales,
-    trained_scales: Mapping[str, Scales32] = MappingProxyType({}),
+    round_scales: Callable[[Float32Array], Float32Array] = lambda scales: scales,
+    trained_scales: Mapping[str, Float32Array] = MappingProxyType({}),
     memoize: Memoize = compute_each_time,
     float_weights: bool = False,
 ) -> onnx.ModelProto:
@@ -141,7 +142,7 @@ def _add_constant(
     graph: onnx.GraphProto,
     initializers: dict[str, onnx.TensorProto],
     name: str,
-    array: NDArray[np.generic],
+    array: Array,
     grid: Grid | None = None,
 ) -> str:
     """Add an initializer to a graph unless there is one of this name; return the name.
@@ -184,8 +185,8 @@ class _QdqWriter:
     float_model: onnx.ModelProto
     plan: Plan
     scales: Scales
-    round_scales: Callable[[Scales32], Scales32]
-    trained_scales: Mapping[str, Scales32]
+    round_scales: Callable[[Float32Array], Float32Array]
+    trained_scales: Mapping[str, Float32Array]
     memoize: Memoize
     float_weights: bool
 
@@ -312,7 +313,7 @@ class _QdqWriter:
         is_stored = self.plan.placement.runs_on_onnxruntime and bias_name in self.initializers
         return bias_name if is_stored else ""
 
-    def _weight_scales(self, node: onnx.NodeProto, target: WeightTarget) -> Scales32:
+    def _weight_scales(self, node: onnx.NodeProto, target: WeightTarget) -> Float32Array:
         """Return the scales of a weight, [C_out], or [1] for one scale of all channels.
 
         They are those with which the weight was trained, if these fit, or else follow from its
@@ -340,7 +341,9 @@ class _QdqWriter:
             scales = _widen_for_bias(scales, bias_values, self._input_scale(node))
         return scales
 
-    def _store_weight(self, node: onnx.NodeProto, target: WeightTarget, scales: Scales32) -> str:
+    def _store_weight(
+        self, node: onnx.NodeProto, target: WeightTarget, scales: Float32Array
+    ) -> str:
         """Add a weight as integers with a DequantizeLinear; return the name of its output.
 
         Nodes that read the same weight with equal scales share them. A weight of a Q/DQ model that
@@ -379,7 +382,7 @@ class _QdqWriter:
         self.dequantized_weights[key] = dequantized
         return dequantized
 
-    def _store_bias(self, node: onnx.NodeProto, bias_name: str, weight_scales: Scales32) -> str:
+    def _store_bias(self, node: onnx.NodeProto, bias_name: str, weight_scales: Float32Array) -> str:
         """Return the dequantized tensor of a bias, in steps of input scale * weight scale."""
         values = numpy_helper.to_array(self.initializers[bias_name]).reshape(-1)
         scales = (weight_scales * self._input_scale(node)).astype(np.float32)
@@ -397,8 +400,8 @@ class _QdqWriter:
     def _add_dequantized_constant(
         self,
         name: str,
-        integers: NDArray[np.generic],
-        scales: Scales32,
+        integers: Array,
+        scales: Float32Array,
         axis: int | None,
         grid: Grid | None = None,
         float_weight: str = "",
@@ -536,9 +539,7 @@ def _clip_shifts(plan: Plan) -> dict[str, float]:
     return shifts
 
 
-def _widen_for_bias(
-    scales: Scales32, bias: NDArray[np.floating], input_scale: np.float32
-) -> Scales32:
+def _widen_for_bias(scales: Float32Array, bias: RealArray, input_scale: np.float32) -> Float32Array:
     """Return weight scales large enough for the bias, in steps of both scales, to fit int32.
 
     Only channels of nearly zero weights have smaller scales.
@@ -552,8 +553,8 @@ def _widen_for_bias(
 
 
 def matching_scales(
-    trained_scales: Scales32 | None, shape: Sequence[int], axis: int | None
-) -> Scales32 | None:
+    trained_scales: Float32Array | None, shape: Sequence[int], axis: int | None
+) -> Float32Array | None:
     """Return the scales a weight was trained with, [C] along `axis`; None if they do not fit.
 
     Args:
@@ -570,7 +571,7 @@ def matching_scales(
     return np.broadcast_to(trained_scales, (shape[axis],)).copy()
 
 
-def _make_float8(name: str, array: NDArray[Any]) -> onnx.TensorProto:
+def _make_float8(name: str, array: Array) -> onnx.TensorProto:
     """Return an fp8 tensor, made of raw bytes since numpy has no such type."""
     codes = fp8_codes(array)
     data_type = onnx.TensorProto.FLOAT8E4M3FN

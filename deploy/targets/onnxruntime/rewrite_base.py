@@ -13,13 +13,13 @@ from typing import Any, Literal
 
 import numpy as np
 import onnx
-from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
 from deploy.graph.edit import make_node
 from deploy.graph.gates import Gate
 from deploy.graph.index import Graph, Nodes, by_name, optional_input, padded_name
 from deploy.graph.rewrite import RewriteRule, apply_rule
+from deploy.tensors import Array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +96,7 @@ class RewriteScope:
         """Name -> node of the float model."""
         return by_name(self.context.float_graph.nodes)
 
-    def add_constant(self, name: str, values: NDArray[Any]) -> str:
+    def add_constant(self, name: str, values: Array) -> str:
         """Add an initializer; return its name."""
         self.model.graph.initializer.append(numpy_helper.from_array(values, name))
         return name
@@ -123,7 +123,7 @@ class ReplacementNodes:
         name = f"{self.name}/{suffix}"
         return make_node(op_type, inputs, name, name, **attributes)
 
-    def add_constant(self, suffix: str, values: Sequence[int] | NDArray[Any] | np.float32) -> str:
+    def add_constant(self, suffix: str, values: Sequence[int] | Array | np.float32) -> str:
         """Add a constant, int64 numbers or an array as it is; return its name, NAME/suffix."""
         name = f"{self.name}/{suffix}"
         self.constants.append(numpy_helper.from_array(np.array(values, order="C"), name))

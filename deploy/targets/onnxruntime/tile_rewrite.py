@@ -12,11 +12,8 @@ The values keep all but their rounding.
 Source: ONNX operators Conv-11, ConvTranspose-11, QuantizeLinear-13 and DequantizeLinear-13.
 """
 
-from typing import Any
-
 import numpy as np
 import onnx
-from numpy.typing import NDArray
 from onnx import numpy_helper
 
 from deploy.graph.edit import drop_dead, make_node, replace_nodes
@@ -31,6 +28,7 @@ from deploy.targets.onnxruntime.rewrite_base import (
     replaced_nodes,
     weight_and_bias_positions,
 )
+from deploy.tensors import Array
 
 TILES = "/tiles"  # suffix of a tensor whose tiles' pixels lie as channels, rows first
 _CONSTANT_NAMES = {WEIGHT: "weight", BIAS: "bias"}
@@ -83,7 +81,7 @@ def _find_output_quantize(graph: Graph, node: onnx.NodeProto) -> onnx.NodeProto 
     return graph.only_reader(graph.fused_output(node), "QuantizeLinear")
 
 
-def tiled(array: NDArray[Any], tile: Tile) -> NDArray[Any]:
+def tiled(array: Array, tile: Tile) -> Array:
     """Return a constant of a ConvTranspose in the form that the Conv in its place needs.
 
     The Conv has an output channel for each pixel of a tile and each channel m: [k l m, c, 1, 1].

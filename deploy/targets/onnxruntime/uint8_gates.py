@@ -19,13 +19,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import onnx
-from numpy.typing import NDArray
 
 from calibrators.grids import UINT8, affine_params
 from calibrators.scales import Scale
 from deploy.graph.edit import make_node
 from deploy.graph.gates import Gate
 from deploy.graph.index import Nodes
+from deploy.tensors import Array
 
 _MIN_SHIFT_STEPS = 3  # with 3 steps or more, the step grows by at most a third
 _MAX_WIDENING = 1 + 1 / _MIN_SHIFT_STEPS
@@ -126,7 +126,7 @@ class GateWriter:
 
     def __init__(
         self,
-        add_constant: Callable[[str, NDArray[np.generic]], str],
+        add_constant: Callable[[str, Array], str],
         constant_nodes: Nodes,
     ) -> None:
         self.add_constant = add_constant

@@ -33,9 +33,8 @@ from types import MappingProxyType
 
 import numpy as np
 import onnx
-from numpy.typing import NDArray
 
-from calibrators.grids import INT8
+from calibrators.grids import INT8, Float32Array
 from calibrators.scales import Scale
 from deploy.errors import ExportError
 from deploy.frontends.pair_removal import prepare_qdq_model, remove_pairs
@@ -55,7 +54,7 @@ from deploy.targets.tensorrt.float_types import (
 )
 
 _FP8_IR = 9  # first IR version of ONNX with float8 types
-Weights = Mapping[str, "NDArray[np.float32]"]
+Weights = Mapping[str, Float32Array]
 NO_WEIGHTS: Weights = MappingProxyType({})
 
 

@@ -26,14 +26,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import onnx
-from numpy.typing import NDArray
 from onnx import defs, helper, numpy_helper
 
+from calibrators.grids import Float32Array
 from deploy.errors import ExportError, ModelError, first_line
 from deploy.frontends.lift import raise_opset
 from deploy.graph.bounds import find_float16_overflows, float16_overflow, scales_fit_float16
 from deploy.graph.edit import copy_message, infer_types, make_node, rebuild, unique_name
-from deploy.graph.index import FLOAT, ONNX_DOMAINS, Graph, by_name, opset_of
+from deploy.graph.index import FLOAT, ONNX_DOMAINS, Graph, Nodes, by_name, opset_of
 from deploy.graph.lowering import type_variables
 from deploy.graph.placement import MOVES
 from deploy.targets.tensorrt.trt_options import BF16, FP16, FP32
@@ -58,7 +58,7 @@ _NARROW_OPS = _MOVE_OPS | frozenset(
 )  # fmt: skip
 
 
-def round_scales(scales: NDArray[np.float32], float_type: str) -> NDArray[np.float32]:
+def round_scales(scales: Float32Array, float_type: str) -> Float32Array:
     """Round positive scales up to values of the narrow type, so that nothing is clipped.
 
     Scales of a tensor that float16 cannot hold, which stays in float32, are returned as they are.
@@ -162,9 +162,9 @@ class _TypeConverter:
         for tensor in self.model.graph.initializer:
             self.type_by_tensor[tensor.name] = tensor.data_type
         self.converted: dict[tuple[str, int], str] = {}  # (tensor, type) -> its copy in that type
-        self.nodes: list[onnx.NodeProto] = []
+        self.nodes: Nodes = []
 
-    def convert(self) -> list[onnx.NodeProto]:
+    def convert(self) -> Nodes:
         """Return the converted nodes: the graph's own, edited in place, and the Casts they need.
 
         A node computes in the narrow type (float16 or bfloat16) where it can, else in float32. Its

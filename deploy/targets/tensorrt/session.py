@@ -19,7 +19,7 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, cast
 
 from calibrators.tensorrt import BITS, from_device, host_type, to_device
 from deploy.errors import BackendError, SdkMissingError
+from deploy.feed.parallel import Sample
 from deploy.files.reading import read_bytes
 from deploy.machine import AcceleratorInfo
 from deploy.metrics.kernels import EngineLayer
@@ -276,7 +277,7 @@ class TensorrtSession:
             device_info = describe_device(installed, cuda)
             return cls(engine, context, cuda, device=device_info, cuda_graph=cuda_graph)
 
-    def run(self, feed: Mapping[str, Array]) -> dict[str, Array]:
+    def run(self, feed: Sample) -> dict[str, Array]:
         """Run one inference: input name -> array in, output name -> array out.
 
         Raises:
@@ -286,7 +287,7 @@ class TensorrtSession:
         with self._cuda.current(), record_log() as self._log:
             return self._run(feed)
 
-    def _run(self, feed: Mapping[str, Array]) -> dict[str, Array]:
+    def _run(self, feed: Sample) -> dict[str, Array]:
         """Queue copies in, inference and copies out on the stream, then wait; return the outputs.
 
         Four events, before and after each of the three, measure their times (see `device_times`).
@@ -325,9 +326,7 @@ class TensorrtSession:
             h2d_ms=h2d_ms, compute_ms=compute_ms, d2h_ms=d2h_ms, enqueue_ms=self._enqueue_ms
         )
 
-    def layer_times(
-        self, feeds: Sequence[Mapping[str, Array]], runs: int
-    ) -> list[tuple[str, str, float]]:
+    def layer_times(self, feeds: Sequence[Sample], runs: int) -> list[tuple[str, str, float]]:
         """Profile `runs` inferences; return (layer, kind, ms) for each time that a layer ran.
 
         The profiler stays set and CUDA graphs stay off, so the session is slower afterwards. The
@@ -346,7 +345,7 @@ class TensorrtSession:
         with self._cuda.current(), record_log():
             return layers_of(self._engine, self._context)
 
-    def _set_inputs(self, arrays: Mapping[str, Array]) -> None:
+    def _set_inputs(self, arrays: Sample) -> None:
         """Copy the inputs to pinned memory; if their shapes are new, allocate all buffers first."""
         shapes_and_values = {}
         for tensor in self._inputs:
@@ -361,7 +360,7 @@ class TensorrtSession:
         for name, array in arrays.items():
             self._host_arrays[name][...] = array
 
-    def _allocate(self, arrays: Mapping[str, Array]) -> None:
+    def _allocate(self, arrays: Sample) -> None:
         """Allocate the memory of all inputs and outputs, and give TensorRT the addresses.
 
         Raises:
@@ -456,7 +455,7 @@ def _describe_tensor(engine: trt.ICudaEngine, index: int) -> _Tensor:
     )
 
 
-def _stored_input(tensor: _Tensor, feed: Mapping[str, Array]) -> Array:
+def _stored_input(tensor: _Tensor, feed: Sample) -> Array:
     """Return an input of the feed in the type that TensorRT reads."""
     if tensor.name not in feed:
         raise BackendError(f"every input must be fed, got none for {tensor.name!r}")
