@@ -8,10 +8,14 @@ import calib8
 from calibrators.histogram import Histogram
 from calibrators.statistics import find_trouble
 from deploy.calibration.trt_cache import parse
-from deploy.errors import FeedError
+from deploy.errors import ExportError, FeedError
 from deploy.feed.evaluation import apply_labels, read_labels
 from deploy.feed.feed import open_feed
 from deploy.feed.paths import resolve_files
+from deploy.frontends import load
+from deploy.graph.placement import ONNXRUNTIME
+from deploy.graph.plan import analyse
+from deploy.targets.onnxruntime.qdq import write_qdq
 from deploy.targets.tensorrt.cache_tools import check_cache
 from deploy.tensors import TensorSpec
 from tests.models import make_model, make_node, save_net
@@ -40,6 +44,12 @@ def test_inspection_of_one_tensor(small_net):
     text = calib8.inspect(small_net).to_screen()
     assert ": 1 node on onnxruntime" in text
     assert "\n1 tensor needs a scale\n" in text
+
+
+def test_one_tensor_without_a_scale(small_net):
+    model = load(small_net).model
+    with pytest.raises(ExportError, match=r"needs a scale, 1 has none \(x\)"):
+        write_qdq(model, analyse(model, ONNXRUNTIME), {})
 
 
 def test_one_infinite_value():

@@ -17,7 +17,7 @@ from deploy.analysis.explanation import (
     TargetExplanation,
     TensorAccuracy,
 )
-from deploy.errors import CacheError, ConfigError, counted
+from deploy.errors import CacheError, ConfigError
 from deploy.feed.feed import Dataset, is_array_dataset
 from deploy.feed.paths import resolve_path_list
 from deploy.feed.preprocess import Preprocess, apply_user_options
@@ -104,7 +104,7 @@ class Verification(PrintedResult):
         unchanged_count = len(files) - len(self.changed)
         model = self.manifest.made_from.get("model", {})
         lines.append(
-            f"{self.folder}: {unchanged_count} of {counted(len(files), 'file')} are as the build of"
+            f"{self.folder}: {unchanged_count} of {len(files)} files are as the build of"
             f" {model.get('name')} wrote them"
         )
         return join_visible(lines)

@@ -450,7 +450,7 @@ def _add_stored(
     if stored.fingerprint.order != calibration.fingerprint.order:
         # the images have another order: only histograms of all samples do not depend on it
         histogram_of_all = HistogramOf().key
-        keys = [key for key in keys if key[2] == histogram_of_all]
+        keys = [key for key in keys if key[2] == histogram_of_all]  # key[2]: its statistic
 
     searched_statistic = subject.statistic.key
     tensors = []  # of the cleaned model, whose variant is FOLDED

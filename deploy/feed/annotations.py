@@ -103,6 +103,7 @@ class Annotations:
         paths_by_file = _group_by_end([*self.pictures, *self.repeated_paths], max_parts=1)
         pictures = {}
         for file_name, images in images_by_file.items():
+            # image -> (images, paths of annotations) that end alike: one of each if it is certain
             matches = _match_paths(images, paths_by_file.get(file_name, []))
             for image in chosen_images.intersection(matches):
                 similar_images, paths = matches[image]

@@ -91,8 +91,9 @@ def write_qdq(
     """
     missing = [name for name in plan.activations if name not in scales]
     if missing:
+        verb = "has" if len(missing) == 1 else "have"
         raise ExportError(
-            f"every quantized tensor needs a scale, {len(missing)} have none"
+            f"every quantized tensor needs a scale, {len(missing)} {verb} none"
             f" ({list_first(missing, 3)}); calibrate again for this target"
         )
     read_counts = memoize("reads", lambda: count_reads(model.graph))
