@@ -134,7 +134,7 @@ def test_quantized_model_keeps_tensor_names(quantized):
 
 def test_missing_scale_is_named(quantized):
     model, scales, plan, _ = quantized
-    with pytest.raises(ExportError, match=r"1 have none \(x\)"):
+    with pytest.raises(ExportError, match=r"1 has none \(x\)"):
         write_qdq(model, plan, {n: s for n, s in scales.items() if n != "x"})
 
 
