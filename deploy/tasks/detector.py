@@ -539,7 +539,8 @@ def holds_in_most_rows(conditions: Flags) -> bool:
 # name of a coding -> the coding; the first that fits is taken
 CODINGS = {
     "distribution": BoxCoding(
-        "for each side of the box b logits: a distribution of its distance to the cell, in strides",
+        "for each side of the box, b logits: the distribution of the side's distance from the cell,"
+        " in strides",
         "Generalized Focal Loss (Li et al. 2020): PicoDet, NanoDet, YOLO v6 and v8 before decoding",
         are_distributions,
         decode_distances,
