@@ -462,6 +462,7 @@ def to_dataset(
     preprocess: PreprocessRequest = None,
     skip_bad: bool = False,
     limit: Limit = None,
+    split: Split = "train",
     batch_axis: str = AUTO,
     states: Mapping[str, str] | None = None,
 ) -> Dataset:
@@ -477,6 +478,7 @@ def to_dataset(
         preprocess=preprocess,
         skip_bad=skip_bad,
         limit=limit,
+        split=split,
         batch_axis=batch_axis,
         states=states or {},
     )
