@@ -145,6 +145,29 @@ def add_options(command: Command, options: Sequence[Callable[..., Any]]) -> Comm
     return command
 
 
+def gathered_options(
+    gather: Callable[[dict[str, Any]], None], options: Sequence[Callable[..., Any]]
+) -> Decorator:
+    """Return a decorator that adds options to a command, which gets their values gathered.
+
+    `gather`: takes the values of the options out of a command's arguments, and puts in what the
+    command gets in their place.
+    """
+
+    def add(command: CommandFunction) -> CommandFunction:
+        """Return the command with the options."""
+
+        @wraps(command)
+        def run(**arguments: Any) -> None:
+            """Gather the values of the options, then run the command."""
+            gather(arguments)
+            command(**arguments)
+
+        return add_options(run, options)
+
+    return add
+
+
 _MAX_UNFOLDED_OPTIONS = 16  # a command with more has a short `--help`
 _SHORT_HELP_OPTIONS = 12
 # The options that most people need, in the order of use.

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 from dataclasses import Field
-from functools import wraps
+from functools import partial
+from itertools import starmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ import click
 from calibrators.searches import DEFAULT_METHOD, SEARCHES, parameters, searches_with
 from deploy.calibration import DEFAULT_TRT_VERSION
 from deploy.commands import base
-from deploy.commands.base import CommandFunction, Decorator, verbose_option
+from deploy.commands.base import Decorator, verbose_option
 from deploy.method import Method
 from deploy.terminal import is_text_suppressed, say, say_lines
 
@@ -23,33 +24,13 @@ if TYPE_CHECKING:
     from deploy.calibration.calibration_result import CalibrationResult
 
 
-def method_options(command: CommandFunction) -> CommandFunction:
-    """Add `--method` and the parameters of all searches.
-
-    The command gets a `Method` as `method`, or None if none of these flags is given.
-    """
-    parameter_by_name = parameters()
-
-    @wraps(command)
-    def run(method: str, **arguments: Any) -> None:
-        """Check the method and its parameters, then run the command with them as one value."""
-        values = {name: arguments.pop(name) for name in parameter_by_name}
-        checked_method = Method.of(method, values)
-        # a method by click's default value is none that the user chose
-        is_chosen = bool(given_method_flags())
-        command(method=checked_method if is_chosen else None, **arguments)
-
-    help_texts = (f"{name} {search.help}" for name, search in SEARCHES.items())
-    method_option = base.calibration_option(
-        "--method",
-        type=click.Choice(list(SEARCHES)),
-        default=DEFAULT_METHOD,
-        help=f"How clip ranges are searched: {'; '.join(help_texts)}.",
-    )
-    parameter_options = [
-        _parameter_option(name, field) for name, field in parameter_by_name.items()
-    ]
-    return base.add_options(run, (method_option, *parameter_options))
+def _gather_method(arguments: dict[str, Any]) -> None:
+    """Replace `method` and its parameters by a `Method`, or by None if none of them is given."""
+    values = {name: arguments.pop(name) for name in parameters()}
+    checked_method = Method.of(arguments["method"], values)
+    # a method by click's default value is none that the user chose
+    is_chosen = bool(given_method_flags())
+    arguments["method"] = checked_method if is_chosen else None
 
 
 def given_method_flags() -> list[str]:
@@ -70,6 +51,21 @@ def _parameter_option(name: str, parameter: Field[Any]) -> Decorator:
         f"  [default: {parameter.default}]",
     )
 
+
+_METHOD_HELP = "; ".join(f"{name} {search.help}" for name, search in SEARCHES.items())
+# `--method` and the parameters of all searches, which a command gets as `method`
+method_options = base.gathered_options(
+    _gather_method,
+    (
+        base.calibration_option(
+            "--method",
+            type=click.Choice(list(SEARCHES)),
+            default=DEFAULT_METHOD,
+            help=f"How clip ranges are searched: {_METHOD_HELP}.",
+        ),
+        *starmap(_parameter_option, parameters().items()),
+    ),
+)
 
 keep_float_option = base.calibration_option(
     "--keep-float",
@@ -93,31 +89,27 @@ resume_option = base.cache_option(
 )
 
 
-def calibration_options(command: CommandFunction) -> CommandFunction:
-    """Add the options of a calibration, and --verbose.
+def _gather_calibration(arguments: dict[str, Any]) -> None:
+    """Put a `CalibrationOptions` in as `calibration`, whose cache has no path yet."""
+    from deploy.calibration.reuse import CachePolicy
+    from deploy.pipeline.build_options import CalibrationOptions
 
-    The command gets a `CalibrationOptions` as `calibration`, whose cache has no path yet.
-    """
+    policy = CachePolicy(
+        require=arguments.pop("require_cache"),
+        trust=arguments.pop("trust_cache"),
+        refresh=arguments.pop("refresh"),
+        force=arguments.pop("force"),
+        trt_version=arguments.pop("trt_version"),
+    )
+    arguments["calibration"] = CalibrationOptions(
+        method=arguments.pop("method"), cache=policy, float_nodes=arguments.pop("keep_float")
+    )
 
-    @wraps(command)
-    def run(method: Method | None, **arguments: Any) -> None:
-        """Gather the options of a calibration, then run the command with them as one value."""
-        from deploy.calibration.reuse import CachePolicy
-        from deploy.pipeline.build_options import CalibrationOptions
 
-        policy = CachePolicy(
-            require=arguments.pop("require_cache"),
-            trust=arguments.pop("trust_cache"),
-            refresh=arguments.pop("refresh"),
-            force=arguments.pop("force"),
-            trt_version=arguments.pop("trt_version"),
-        )
-        calibration = CalibrationOptions(
-            method=method, cache=policy, float_nodes=arguments.pop("keep_float")
-        )
-        command(calibration=calibration, **arguments)
-
-    options = (
+# the options of a calibration, which a command gets as `calibration`, and --verbose
+calibration_options = base.gathered_options(
+    _gather_calibration,
+    (
         method_options,
         keep_float_option,
         require_cache_option,
@@ -137,65 +129,61 @@ def calibration_options(command: CommandFunction) -> CommandFunction:
             f" of the stored cache, else {DEFAULT_TRT_VERSION}]",
         ),
         verbose_option,
-    )
-    return base.add_options(run, options)
+    ),
+)
 
 
-SECTION = "Many machines"
+_cluster_option = partial(base.option, section="Many machines")
 # of `deploy.calibration.cluster_jobs`, repeated so that --help does not import it
 SENDS = ("nothing", "model", "images", "all")
 
 
-def cluster_options(command: CommandFunction) -> CommandFunction:
-    """Add the dask cluster; the command gets it as `scheduler`, None for this machine."""
+def _gather_cluster(arguments: dict[str, Any]) -> None:
+    """Replace the address `scheduler` and its options by a `Cluster`; None for this machine."""
+    values = {name: arguments.pop(name) for name in ("send", "pieces", "retries")}
+    address = arguments["scheduler"]
+    if address is None:
+        base.refuse_given(*values, without="--scheduler")
+        return
 
-    @wraps(command)
-    def run(scheduler: str | None, **arguments: Any) -> None:
-        """Gather the options of the cluster, then run the command with it."""
-        values = {name: arguments.pop(name) for name in ("send", "pieces", "retries")}
-        cluster = None
-        if scheduler is None:
-            base.refuse_given(*values, without="--scheduler")
-        else:
-            from deploy.calibration.cluster_jobs import Cluster
+    from deploy.calibration.cluster_jobs import Cluster
 
-            # with these, nothing is observed on the workers
-            base.refuse_beside("--scheduler", "require_cache", "trust_cache", "shard")
-            given_values = {name: value for name, value in values.items() if value is not None}
-            # `--threads` is the number for each piece of the images
-            threads = click.get_current_context().params.get("threads")
-            cluster = Cluster(address=scheduler, threads=threads or 1, **given_values)
-        command(scheduler=cluster, **arguments)
+    # with these, nothing is observed on the workers
+    base.refuse_beside("--scheduler", "require_cache", "trust_cache", "shard")
+    given_values = {name: value for name, value in values.items() if value is not None}
+    # `--threads` is the number for each piece of the images
+    threads = click.get_current_context().params.get("threads")
+    arguments["scheduler"] = Cluster(address=address, threads=threads or 1, **given_values)
 
-    options = (
-        base.option(
+
+# the dask cluster, which a command gets as `scheduler`
+cluster_options = base.gathered_options(
+    _gather_cluster,
+    (
+        _cluster_option(
             "--scheduler",
-            section=SECTION,
             metavar="ADDRESS",
             help="Observe on the workers of this dask scheduler, such as tcp://host:8786, which"
             " must be trusted; the result is the same. Needs the extra [dask].",
         ),
-        base.option(
+        _cluster_option(
             "--send",
-            section=SECTION,
             type=click.Choice(SENDS),
             help="What is sent to the workers; they read the rest from the same path as here."
             "  [default: nothing]",
         ),
-        base.option(
+        _cluster_option(
             "--pieces",
-            section=SECTION,
             type=click.IntRange(min=1),
             help="Split the images into N pieces.  [default: 8 for each worker thread, or more]",
         ),
-        base.option(
+        _cluster_option(
             "--retries",
-            section=SECTION,
             type=click.IntRange(min=0),
             help="Retries of a piece whose worker failed.  [default: 2]",
         ),
-    )
-    return base.add_options(run, options)
+    ),
+)
 
 
 def print_calibration(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial, wraps
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from deploy.commands import base
-from deploy.commands.base import Command, CommandFunction, Decorator, Real
+from deploy.commands.base import Command, Decorator, Real
 from deploy.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -256,36 +256,77 @@ class ImageArguments:
         return replace(self.dataset, source=source, limit=limit, split="val")
 
 
-def _image_options(
-    command: CommandFunction, *, takes_script: bool, is_required: bool = True
-) -> CommandFunction:
-    """Add images, and how they are read; the command gets `images`, an `ImageArguments`.
+def _feed_options(*, help_text: str, required: bool = False) -> Sequence[Callable[..., Any]]:
+    """Return --images with this help text, and the options on how images are read."""
+    return (
+        base.image_option(
+            "--images", type=base.IMAGE_SOURCE, required=required, metavar="PATH", help=help_text
+        ),
+        preprocess_options,
+        raw_options,
+        base.image_option(
+            "--limit",
+            type=click.IntRange(min=1),
+            help="Use at most N images, spread evenly over all.",
+        ),
+        base.image_option(
+            "--stride",
+            type=click.IntRange(min=1),
+            help="Use every N-th image or video frame only.  [default: 1; one a second of a video]",
+        ),
+        base.image_option(
+            "--batch-axis",
+            type=click.Choice(("auto", "0", "none")),
+            default="auto",
+            help="Meaning of the first dimension of the inputs: 0, the batch; none, a part of each"
+            " sample, such as the points of a cloud. With auto the shapes of model and samples"
+            " decide.",
+        ),
+        base.image_option(
+            "--state",
+            "states",
+            multiple=True,
+            metavar="IN=OUT",
+            help="Input IN reads the output OUT of the previous step, and zeros at the start of a"
+            " sequence; may be repeated. Pairs with similar names and equal shapes need no option.",
+        ),
+        base.image_option("--skip-bad", is_flag=True, help="Skip unreadable images."),
+        base.image_option(
+            "--max-pixels",
+            type=click.IntRange(1, 1 << 28),
+            default=50_000_000,
+            metavar="N",
+            help="Pixels that an image may have; decoding takes three bytes each.",
+        ),
+    )
+
+
+def _image_options(*, takes_script: bool, is_required: bool = True) -> Decorator:
+    """Return a decorator that adds images, and how they are read.
+
+    The command gets `images`, an `ImageArguments`.
 
     Args:
-        command: the command.
         takes_script: whether there is --calibrator-script, which may stand in place of --images.
         is_required: whether the samples must be given, by one of these two.
     """
 
-    @wraps(command)
-    def run(**arguments: Any) -> None:
-        """Gather the options of the images, then run the command with them as one value."""
+    def gather(arguments: dict[str, Any]) -> None:
+        """Put an `ImageArguments` in as `images`."""
         from deploy.machine import worker_threads
 
-        # each option of the images is taken out of the arguments; the others are the command's own
         source = arguments.pop("images") or ""
         script = arguments.pop("calibrator_script", None) or ""
         if script:
             base.refuse_beside("--calibrator-script", "images")
         if is_required and not source and not script:
             refuse_no_images()
-        images = ImageArguments(
+        arguments["images"] = ImageArguments(
             dataset=_take_dataset(arguments, source),
             script=script,
             until_stable=take_stable_share(arguments),
             threads=worker_threads(arguments.pop("threads")),
         )
-        command(images=images, **arguments)
 
     options = [*_feed_options(help_text=f"{SOURCES}.", required=not takes_script)]
     if takes_script:
@@ -309,14 +350,15 @@ def _image_options(
                 "  [default: 0.2]",
             ),
         ]
-    return base.add_options(run, [*options, base.threads_option(section=base.GENERAL)])
+    options.append(base.threads_option(section=base.GENERAL))
+    return base.gathered_options(gather, options)
 
 
 # Required images and how they are read, which a command gets as `images`; the same with
 # --calibrator-script as the alternative; for models that may need neither, see `refuse_no_images`.
-image_options = partial(_image_options, takes_script=False)
-feed_options = partial(_image_options, takes_script=True)
-build_options = partial(_image_options, takes_script=True, is_required=False)
+image_options = _image_options(takes_script=False)
+feed_options = _image_options(takes_script=True)
+build_options = _image_options(takes_script=True, is_required=False)
 
 
 def _take_dataset(arguments: dict[str, Any], source: str) -> Dataset:
@@ -389,64 +431,13 @@ def input_options(purpose: str) -> Decorator:
     `purpose`: what the images are for, as the help of --images begins.
     """
 
-    def add_images(command: CommandFunction) -> CommandFunction:
-        """Return the command with the options of the images."""
+    def gather(arguments: dict[str, Any]) -> None:
+        """Put a `Dataset` in as `dataset`, or None without images."""
+        source = arguments.pop("images")
+        if source is None:
+            base.refuse_image_flags()
+        # also without images: it takes their options out of the arguments
+        dataset = _take_dataset(arguments, source or "")
+        arguments["dataset"] = dataset if source else None
 
-        @wraps(command)
-        def run(**arguments: Any) -> None:
-            """Gather the options of the images, then run the command with them, or None."""
-            source = arguments.pop("images")
-            if source is None:
-                base.refuse_image_flags()
-            # also without images: it takes their options out of the arguments
-            dataset = _take_dataset(arguments, source or "")
-            command(dataset=dataset if source else None, **arguments)
-
-        return base.add_options(run, _feed_options(help_text=f"{purpose}: {SOURCES}."))
-
-    return add_images
-
-
-def _feed_options(*, help_text: str, required: bool = False) -> Sequence[Callable[..., Any]]:
-    """Return --images with this help text, and the options on how images are read."""
-    return (
-        base.image_option(
-            "--images", type=base.IMAGE_SOURCE, required=required, metavar="PATH", help=help_text
-        ),
-        preprocess_options,
-        raw_options,
-        base.image_option(
-            "--limit",
-            type=click.IntRange(min=1),
-            help="Use at most N images, spread evenly over all.",
-        ),
-        base.image_option(
-            "--stride",
-            type=click.IntRange(min=1),
-            help="Use every N-th image or video frame only.  [default: 1; one a second of a video]",
-        ),
-        base.image_option(
-            "--batch-axis",
-            type=click.Choice(("auto", "0", "none")),
-            default="auto",
-            help="Meaning of the first dimension of the inputs: 0, the batch; none, a part of each"
-            " sample, such as the points of a cloud. With auto the shapes of model and samples"
-            " decide.",
-        ),
-        base.image_option(
-            "--state",
-            "states",
-            multiple=True,
-            metavar="IN=OUT",
-            help="Input IN reads the output OUT of the previous step, and zeros at the start of a"
-            " sequence; may be repeated. Pairs with similar names and equal shapes need no option.",
-        ),
-        base.image_option("--skip-bad", is_flag=True, help="Skip unreadable images."),
-        base.image_option(
-            "--max-pixels",
-            type=click.IntRange(1, 1 << 28),
-            default=50_000_000,
-            metavar="N",
-            help="Pixels that an image may have; decoding takes three bytes each.",
-        ),
-    )
+    return base.gathered_options(gather, _feed_options(help_text=f"{purpose}: {SOURCES}."))

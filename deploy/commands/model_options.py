@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from deploy.commands import base
-from deploy.commands.base import CommandFunction, Decorator, Real
+from deploy.commands.base import Decorator, Real
 from deploy.errors import ConfigError
 from deploy.targets import TARGETS, Target, find_target
 from deploy.targets.options import Option, declared_options
@@ -172,19 +172,16 @@ class TorchArguments:
         return moved_tensors
 
 
-def torch_options(command: CommandFunction) -> CommandFunction:
-    """Add a PyTorch model, its inputs, weights and device.
+def _gather_torch_model(arguments: dict[str, Any]) -> None:
+    """Put a `TorchArguments`, with a field for each option, in as `source`."""
+    values = {name: arguments.pop(name) for name in TorchArguments.__slots__}
+    arguments["source"] = TorchArguments(**values)
 
-    The command gets them as `source`, a `TorchArguments` with a field for each option.
-    """
 
-    @wraps(command)
-    def run(**arguments: Any) -> None:
-        """Gather the options of the model, then run the command with them as one value."""
-        values = {name: arguments.pop(name) for name in TorchArguments.__slots__}
-        command(source=TorchArguments(**values), **arguments)
-
-    options = (
+# a PyTorch model, its inputs, weights and device, which a command gets as `source`
+torch_options = base.gathered_options(
+    _gather_torch_model,
+    (
         click.argument("model"),
         _input_option(
             help="Input, batch first, such as 1x3x224x224. Repeat for several, each with its"
@@ -207,8 +204,8 @@ def torch_options(command: CommandFunction) -> CommandFunction:
             default="cpu",
             help="Device to run on: cpu, cuda, cuda:1; meta computes nothing.",
         ),
-    )
-    return base.add_options(run, options)
+    ),
+)
 
 
 TargetValues = Mapping[str, Mapping[str, Any]]  # target -> field -> value on the command line
@@ -231,18 +228,13 @@ def target_options(
         help=f"Any of {', '.join(TARGETS)}, by commas or repeated; one calibration serves all.",
     )
 
-    def add(command: CommandFunction) -> CommandFunction:
-        """Return the command with the options of targets."""
+    return base.gathered_options(_gather_targets, (target_option, target_field_options(is_offered)))
 
-        # `target_field_options` gathers its options in `target_values`
-        @wraps(command)
-        def run(names: tuple[str, ...], target_values: TargetValues, **arguments: Any) -> None:
-            """Make the targets of these names, then run the command with them."""
-            command(targets=_make_targets(names, target_values), **arguments)
 
-        return base.add_options(run, (target_option, target_field_options(is_offered)))
-
-    return add
+def _gather_targets(arguments: dict[str, Any]) -> None:
+    """Put the targets of these `names`, with the values of their fields, in as `targets`."""
+    target_values = arguments.pop("target_values")  # of `target_field_options`
+    arguments["targets"] = _make_targets(arguments.pop("names"), target_values)
 
 
 def one_target(section: str) -> Decorator:
@@ -263,22 +255,17 @@ def one_target(section: str) -> Decorator:
         help=f"Target that decides where pairs go and on which grid: {', '.join(TARGETS)}.",
     )
 
-    def add(command: CommandFunction) -> CommandFunction:
-        """Return the command with the options of one target."""
+    # a precision has no effect on PyTorch models, which get fixed scales and integers
+    field_options = target_field_options(
+        lambda option: option.changes_placement and option.name != "precision"
+    )
+    return base.gathered_options(_gather_target, (target_option, field_options))
 
-        @wraps(command)
-        def run(name: str, target_values: TargetValues, **arguments: Any) -> None:
-            """Make the target of this name, then run the command with it."""
-            (target,) = _make_targets((name,), target_values)
-            command(target=target, **arguments)
 
-        # a precision has no effect on PyTorch models, which get fixed scales and integers
-        field_options = target_field_options(
-            lambda option: option.changes_placement and option.name != "precision"
-        )
-        return base.add_options(run, (target_option, field_options))
-
-    return add
+def _gather_target(arguments: dict[str, Any]) -> None:
+    """Put the target of this `name`, with the values of its fields, in as `target`."""
+    target_values = arguments.pop("target_values")  # of `target_field_options`
+    (arguments["target"],) = _make_targets((arguments.pop("name"),), target_values)
 
 
 def target_field_options(
@@ -296,22 +283,16 @@ def target_field_options(
             field_by_name[name] = (target, option)
             options.append(_field_option(name, target, option))
 
-    def add(command: CommandFunction) -> CommandFunction:
-        """Return the command with the options of these fields."""
+    def gather(arguments: dict[str, Any]) -> None:
+        """Put the values of targets' fields in as `target_values`."""
+        target_values: dict[str, dict[str, Any]] = {}
+        for name, (target, option) in field_by_name.items():
+            value = arguments.pop(name)
+            if value not in (None, ()):  # () is a repeatable option that was not typed
+                target_values.setdefault(target, {})[option.name] = value
+        arguments["target_values"] = target_values
 
-        @wraps(command)
-        def run(**arguments: Any) -> None:
-            """Gather the values of targets' fields, then run the command with them."""
-            target_values: dict[str, dict[str, Any]] = {}
-            for name, (target, option) in field_by_name.items():
-                value = arguments.pop(name)
-                if value not in (None, ()):  # () is a repeatable option that was not typed
-                    target_values.setdefault(target, {})[option.name] = value
-            command(target_values=target_values, **arguments)
-
-        return base.add_options(run, options)
-
-    return add
+    return base.gathered_options(gather, options)
 
 
 def target_flags(target: str, fields: Mapping[str, Any]) -> str:

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
 from deploy.commands import base
-from deploy.commands.base import GENERAL, CommandFunction, Real, SectionedCommand, option
+from deploy.commands.base import Real, SectionedCommand
 from deploy.errors import ConfigError, did_you_mean
 from deploy.files.manifest import MANIFEST_NAME, SETTINGS
 from deploy.tuning import CPU_NAMES, PREFERENCES
@@ -48,17 +48,15 @@ _META = "calib8.options"  # key in a click context: parameter -> value on the li
 config_options = partial(
     base.add_options,
     options=(
-        option(
+        base.general_option(
             "--config",
-            section=GENERAL,
             type=base.FILE,
             expose_value=False,
             help="Read options from a TOML file; options on the command line override it. With the"
             f" {SETTINGS} of a build, --out is its folder.",
         ),
-        option(
+        base.general_option(
             "--trust-config",
-            section=GENERAL,
             is_flag=True,
             expose_value=False,
             help="Run the code that --config names although another user can write the file.",
@@ -248,32 +246,31 @@ min_speedup_option = base.search_option(
 )
 
 
-def tuning_options(command: CommandFunction) -> CommandFunction:
-    """Add the options of the search and of acceptance; the command gets `tuning` and `gates`."""
+def _gather_tuning(arguments: dict[str, Any]) -> None:
+    """Put a `Tuning` in as `tuning`, and the limits as `gates`."""
+    from deploy.report.verdict import Gates
+    from deploy.tuning.search_options import Tuning
 
-    @wraps(command)
-    def run(
-        effort: int | None,
-        plan: Path | None,
-        max_loss: float | None,
-        min_speedup: float | None,
-        accept: bool,
-        prefer: str,
-        cpu: str,
-        split: int | None,
-        **arguments: Any,
-    ) -> None:
-        """Gather the options of the search and the limits, then run the command with them."""
-        from deploy.report.verdict import Gates
-        from deploy.tuning.search_options import Tuning
+    max_loss = arguments.pop("max_loss")
+    arguments["tuning"] = Tuning(
+        effort=arguments.pop("effort"),
+        plan=arguments.pop("plan"),
+        split=arguments.pop("split"),
+        max_loss=max_loss,
+        prefer=arguments.pop("prefer"),
+        cpu=arguments.pop("cpu"),
+    )
+    arguments["gates"] = Gates(
+        max_loss=max_loss,
+        min_speedup=arguments.pop("min_speedup"),
+        accept=arguments.pop("accept"),
+    )
 
-        tuning = Tuning(
-            effort=effort, plan=plan, split=split, max_loss=max_loss, prefer=prefer, cpu=cpu
-        )
-        gates = Gates(max_loss=max_loss, min_speedup=min_speedup, accept=accept)
-        command(tuning=tuning, gates=gates, **arguments)
 
-    options = (
+# the options of the search and of acceptance, which a command gets as `tuning` and `gates`
+tuning_options = base.gathered_options(
+    _gather_tuning,
+    (
         base.search_option(
             "--effort",
             type=click.IntRange(0, 3),
@@ -314,5 +311,5 @@ def tuning_options(command: CommandFunction) -> CommandFunction:
         base.search_option(
             "--accept", is_flag=True, help="Exit with code 0 even if an engine is unusable."
         ),
-    )
-    return base.add_options(run, options)
+    ),
+)
