@@ -9,7 +9,7 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
-from deploy.pipeline.readings import is_better
+from deploy.pipeline.readings import is_beyond_chance, is_much_surer
 from tests.models import save_net
 
 METADATA = {"author": "Ultralytics", "version": "8.2.46", "task": "detect", "stride": "16"}
@@ -124,14 +124,12 @@ def test_preset_that_is_right_by_labels_is_named(build_fashion):
 
 
 @pytest.mark.parametrize(
-    ("wins", "losses", "better"),
-    [(13, 3, True), (12, 4, False), (6, 0, True), (5, 0, False), (0, 0, False)],
+    ("wins", "losses", "better"), [(13, 3, True), (12, 4, False), (6, 0, True), (5, 0, False)]
 )
 def test_better_reading_wins_a_sign_test(wins, losses, better):
-    current_scores = [np.array([0.7])] * 16
-    scores = [0.99] * wins + [0.6] * losses + [0.7] * (16 - wins - losses)
-    assert is_better([np.array([score]) for score in scores], current_scores) is better
+    assert is_beyond_chance(wins, losses) is better
 
 
-def test_small_gain_is_not_better():
-    assert not is_better([np.array([0.74])] * 16, [np.array([0.7])] * 16)
+@pytest.mark.parametrize(("score", "better"), [(0.99, True), (0.74, False), (0.7, False)])
+def test_small_gain_is_not_better(score, better):
+    assert is_much_surer([np.array([score])] * 16, [np.array([0.7])] * 16) is better

@@ -46,7 +46,7 @@ class EngineSummary:
     build: str
     target: str
     verdict: Verdict | None = None
-    error: str = ""
+    error: str
     speed_up: float | None = None
     p50_ms: float | None = None
     size_bytes: int | None = None
@@ -85,7 +85,7 @@ class BuildComparison(PrintedResult):
     names: tuple[str, ...]
     engines: tuple[EngineSummary, ...]
     differences: tuple[SettingDifference, ...]
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...]
 
     def to_screen(self) -> str:
         """Return the comparison as plain text, without colours."""
@@ -116,7 +116,7 @@ def report(*folders: Path | str) -> Report | BuildComparison:
     if len(builds) == 1:
         return builds[0].report
     if not builds:
-        raise ConfigError(f"two builds at least can be compared, got {len(builds)}; name another")
+        raise ConfigError("two builds at least can be compared, got 0; name another")
     return BuildComparison(
         names=tuple(build.name for build in builds),
         engines=tuple(chain.from_iterable(map(_summarize_engines, builds))),

@@ -62,7 +62,7 @@ class StoredBuild:
     name: str
     path: Path
     report: Report
-    options: Mapping[str, str] | None = None
+    options: Mapping[str, str] | None
 
 
 @dataclass(frozen=True, slots=True, repr=False)

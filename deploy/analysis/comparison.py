@@ -83,7 +83,7 @@ class ModelComparison(PrintedResult):
     min_sqnr_db: float
     layers: tuple[TensorDifference, ...]
     outputs: tuple[TensorDifference, ...]
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...]
 
     @property
     def first_difference(self) -> TensorDifference | None:

@@ -1,7 +1,7 @@
 """The explanation of a build (`explain`) as plain values, with its text and JSON."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 
 from deploy.errors import counted, list_first
 from deploy.report import figures
@@ -133,22 +133,22 @@ class TargetExplanation:
     """
 
     name: str
-    error: str = ""
+    error: str
     level: str = ""
     reasons: tuple[str, ...] = ()
     parts: tuple[TensorAccuracy, ...] = ()
     task: str = ""
     set_task: str = ""
-    nodes: int = 0
-    kept: tuple[FloatNodeGroup, ...] = ()
-    layers: tuple[TensorAccuracy, ...] = ()
-    repairs: tuple[str, ...] = ()
-    settled: str = ""
-    front: tuple[SplitRow, ...] = ()
-    methods: Mapping[str, str] = field(default_factory=dict)
-    clipped: tuple[ClippedRange, ...] = ()
-    modules: Mapping[str, str] = field(default_factory=dict)
-    runnable: str | None = None
+    nodes: int
+    kept: tuple[FloatNodeGroup, ...]
+    layers: tuple[TensorAccuracy, ...]
+    repairs: tuple[str, ...]
+    settled: str
+    front: tuple[SplitRow, ...]
+    methods: Mapping[str, str]
+    clipped: tuple[ClippedRange, ...]
+    modules: Mapping[str, str]
+    runnable: str | None
     native: bool = False
     held: ImageResults | None = None
 
@@ -169,11 +169,11 @@ class Explanation(PrintedResult):
 
     title: str
     report: str
-    plan: str | None = None
-    model: str = ""
-    shapes: tuple[str, ...] = ()
-    preprocess: Mapping[str, object] = field(default_factory=dict)
-    targets: tuple[TargetExplanation, ...] = ()
+    plan: str | None
+    model: str
+    shapes: tuple[str, ...]
+    preprocess: Mapping[str, object]
+    targets: tuple[TargetExplanation, ...]
 
     def to_screen(self, *, everything: bool = False) -> str:
         """Return the explanation as plain text, with the worst rows of each table or all rows."""

@@ -93,7 +93,7 @@ class Inspection(PrintedResult):
     targets: tuple[TargetInspection, ...]
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...]
 
     def to_screen(self, *, everything: bool = False) -> str:
         """Return the nodes of each target by operator and reason, or every node by its name."""

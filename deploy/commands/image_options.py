@@ -227,8 +227,8 @@ class ImageArguments:
     """
 
     dataset: Dataset
-    script: str = ""
-    until_stable: float | None = None
+    script: str
+    until_stable: float | None
     threads: int
 
     def calibration(self) -> Dataset:

@@ -1,6 +1,7 @@
 """`calib8 quantize`: quantize given values; print scale, zero point, integers and error."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -12,7 +13,7 @@ from deploy.commands.calibration_options import method_options
 from deploy.method import Method
 from deploy.terminal import say_lines
 
-GRID = "Grid"
+_grid_option = partial(base.option, section="Grid")
 Number = TypeVar("Number", int, float)
 
 
@@ -34,30 +35,27 @@ def _numbers(kind: Callable[[str], Number], what: str) -> Callable[..., list[Num
 @base.sectioned_command()
 @quietable("--json")
 @click.argument("values")
-@base.option(
+@_grid_option(
     "--dtype",
-    section=GRID,
     type=click.Choice(["quint8", "qint8", "qint32"]),
     default="quint8",
     help="Integers to store, by torch's name: 0..255, -128..127 or 32 bits.",
 )
-@base.option(
+@_grid_option(
     "--scale",
     "scales",
-    section=GRID,
     metavar="X[,X...]",
     callback=_numbers(float, "numbers"),
     help="Scale, in place of a search; one for each channel with --axis.",
 )
-@base.option(
+@_grid_option(
     "--zero-point",
     "zeros",
-    section=GRID,
     metavar="N[,N...]",
     callback=_numbers(int, "whole numbers"),
     help="Zero point, with --scale.  [default: 0]",
 )
-@base.option("--axis", section=GRID, type=int, help="Channel axis, for per-channel scales.")
+@_grid_option("--axis", type=int, help="Channel axis, for per-channel scales.")
 @method_options
 @json_option
 def quantize(

@@ -4,6 +4,7 @@
 """
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from deploy.fx.checked_export import QuantizedExport
 
 QDQ = "Quantization"  # section of options that need --qdq
+_qdq_option = partial(base.option, section=QDQ)
 
 
 @base.sectioned_command()
@@ -41,9 +43,8 @@ QDQ = "Quantization"  # section of options that need --qdq
     "--qdq", is_flag=True, help="Quantize, with QuantizeLinear and DequantizeLinear."
 )
 @one_target(QDQ)
-@base.option(
+@_qdq_option(
     "--mode",
-    section=QDQ,
     default="static",
     help="Kind of quantization: static, dynamic or weight-only.",
 )
@@ -51,28 +52,24 @@ QDQ = "Quantization"  # section of options that need --qdq
     "--images", type=base.IMAGE_SOURCE, metavar="PATH", help="Images to calibrate with."
 )
 @base.image_option("--limit", type=click.IntRange(min=1), help="Use at most so many images.")
-@base.option(
+@_qdq_option(
     "--leaf",
     "leaves",
-    section=QDQ,
     multiple=True,
     metavar="NAME|CLASS",
     help="Module to keep whole and in float, by its name or class.",
 )
-@base.option(
+@_qdq_option(
     "--keep-float",
     "skip",
-    section=QDQ,
     multiple=True,
     metavar="LAYERS",
     help="Layers to leave in float: a module's name, a pattern such as 'layer1.*', op:Linear, or"
     " @FILE with one of these a line. May be repeated.",
 )
-@base.option("--only", section=QDQ, metavar="SUBMODULE", help="Quantize this part alone.")
-@base.option(
-    "--scales", section=QDQ, is_flag=True, help="Print every activation's scale and zero point."
-)
-@base.option("--modes", "all_modes", section=QDQ, is_flag=True, help="Compare all modes too.")
+@_qdq_option("--only", metavar="SUBMODULE", help="Quantize this part alone.")
+@_qdq_option("--scales", is_flag=True, help="Print every activation's scale and zero point.")
+@_qdq_option("--modes", "all_modes", is_flag=True, help="Compare all modes too.")
 @preprocess_options
 @raw_options
 @method_options

@@ -457,17 +457,16 @@ def calibrate_run(
         refuse_unwritable(run.policy.path)  # before the images are run, not after
     pass_result = run.images.observe(run, decision)
 
-    evaluation_set = run.evaluation_set
     if run.stop_rule is not None:  # it may have ended this pass, too, before the last image
-        evaluation_set = _end_feed_at_last_observed(run, decision)
+        run = replace(run, evaluation_set=_end_feed_at_last_observed(run, decision))
     # if two halves of the samples give the same ranges, more samples would not change them
     halves_agreement, stability_notes = _compare_halves(run, decision)
 
     ranges = Ranges(pass_result.observed, subject.method, subject.range_limits)
     target_cache = _make_target_cache(run, ranges, targets)
-    warning, has_random_outputs = _check_float_model(run, evaluation_set)
+    warning, has_random_outputs = _check_float_model(run)
     # the checks above ran the float model; targets rarely do, so its memory is freed
-    evaluation_set.reference_outputs.close_session()
+    run.evaluation_set.reference_outputs.close_session()
     trim_memory()
 
     calibration = _make_calibration(run, decision, pass_result)
@@ -491,7 +490,6 @@ def calibrate_run(
         run,
         decision,
         ranges,
-        evaluation_set=evaluation_set,
         agreement=halves_agreement,
         notes=notes,
         warning=warning,
@@ -523,7 +521,7 @@ def _compare_halves(
     return agreement, notes
 
 
-def _check_float_model(run: CalibrationRun, evaluation_set: EvaluationSet) -> tuple[str, bool]:
+def _check_float_model(run: CalibrationRun) -> tuple[str, bool]:
     """Return (warning, whether the float model gives other outputs at each run).
 
     The warning is "" for a sound model, and for a calibration without a build, which stores no
@@ -531,11 +529,10 @@ def _check_float_model(run: CalibrationRun, evaluation_set: EvaluationSet) -> tu
     """
     if not run.evaluation_count:
         return "", False
-    model = run.subject.model
-    randomness_warning = find_random_outputs(model, evaluation_set)
+    randomness_warning = find_random_outputs(run.subject.model, run.evaluation_set)
     if randomness_warning:
         return randomness_warning, True
-    return check_cleaned_model(run.subject, evaluation_set), False
+    return check_cleaned_model(run.subject, run.evaluation_set), False
 
 
 def _end_feed_at_last_observed(run: CalibrationRun, decision: CacheDecision) -> EvaluationSet:
@@ -604,7 +601,6 @@ def _make_result(
     decision: CacheDecision,
     ranges: Ranges,
     *,
-    evaluation_set: EvaluationSet | None = None,
     agreement: HalvesAgreement | None = None,
     notes: tuple[str, ...] = (),
     warning: str,
@@ -621,7 +617,6 @@ def _make_result(
         run: the calibration: which model, images and observations, and its state.
         decision: the statistics of the cache, and the observations that it lacked.
         ranges: finds the range of each tensor in its statistics.
-        evaluation_set: evaluation samples; None takes those of the run.
         agreement: how far the ranges of two halves of the samples agree; None if unknown.
         notes: sentences on the run.
         warning: sentence on the float model that needs an action; "" without.
@@ -669,7 +664,7 @@ def _make_result(
         peaks=run.tensor_peaks,
         checkpoint=remaining_checkpoint,
         resumed=_resume_notes(checkpoint, run.stability_monitor),
-        evaluation_set=evaluation_set or run.evaluation_set,
+        evaluation_set=run.evaluation_set,
         agreement=agreement,
     )
 

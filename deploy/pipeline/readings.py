@@ -199,7 +199,7 @@ def find_better_reading(
         scores = score_reading(
             samples, current_scores, score, current_preprocess, reading.preprocess
         )
-        if scores is None or not is_better(scores, current_scores):
+        if scores is None or not is_much_surer(scores, current_scores):
             continue
         # a detector that is surer, but finds no more boxes, would give a sentence of equal numbers
         if not is_detector or count_clear_scores(scores) > current_count:
@@ -225,8 +225,8 @@ def score_reading(
 ) -> list[Floats] | None:
     """Return the scores of each sample in another reading, such as another order of the colors.
 
-    None if it cannot be better than the reading in use, whatever the remaining samples hold
-    (`is_beyond_chance`). They are then not run.
+    None if the float model is not surer of more samples than chance would give (a sign test, see
+    the module). Once that is so whatever the remaining samples hold, they are not run.
 
     Args:
         samples: (inputs in the reading in use, label or None) of each sample.
@@ -292,24 +292,17 @@ def count_clear_scores(scores: Sequence[Floats]) -> int:
     return int((np.concatenate(scores) > BOX_SCORE).sum())
 
 
-def is_better(scores: Sequence[Floats], current_scores: Sequence[Floats]) -> bool:
-    """Whether the float model is clearly surer than with the preprocessing in use.
-
-    That is so if it is surer of more samples than chance would give, and much surer of all together
-    (a sign test, see the module).
+def is_much_surer(scores: Sequence[Floats], current_scores: Sequence[Floats]) -> bool:
+    """Whether the float model is much surer of all samples together than in the reading in use.
 
     Args:
         scores: of each sample, in another reading of the pictures.
-        current_scores: of each sample, with the preprocessing in use.
+        current_scores: of each sample, in the reading in use.
     """
-    confidences = np.array(list(map(confidence_of, scores)))
-    current_confidences = np.array(list(map(confidence_of, current_scores)))
-    surer_count = int((confidences > current_confidences).sum())
-    less_sure_count = int((confidences < current_confidences).sum())
-    is_much_surer = confidences.sum() > MIN_GAIN * current_confidences.sum()
+    confidence = np.sum(list(map(confidence_of, scores)))
+    current_confidence = np.sum(list(map(confidence_of, current_scores)))
     has_too_many_boxes = count_clear_scores(scores) > MAX_BOXES * len(scores)  # they are noise
-    is_surer_by_sign = is_beyond_chance(surer_count, less_sure_count)
-    return bool(is_surer_by_sign and is_much_surer and not has_too_many_boxes)
+    return bool(confidence > MIN_GAIN * current_confidence and not has_too_many_boxes)
 
 
 def is_beyond_chance(surer_count: int, less_sure_count: int) -> bool:

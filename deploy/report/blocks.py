@@ -20,6 +20,10 @@ _MAX_RUN = 20  # letters without a break before a name may be broken anywhere
 _PIECE = re.compile(rf".{{1,{_MAX_RUN}}}?(?:[/._:,;\-]+|$)|.{{1,{_MAX_RUN}}}", re.DOTALL)
 # marks of Markdown and HTML, without those that format nothing: _ inside a word, < before a number
 _MARKS = re.compile(r"[\\`*\[\]|#]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])|<(?=[A-Za-z/!?])|^>")
+_RANGE_LEGEND = (
+    "Thin line: values seen. Bar: range kept by the scale. Tick: zero."
+    " Each drawing has its own scale."
+)
 _ENTITIES = {"<": "&lt;", ">": "&gt;"}
 
 Cell = str | tuple[str, ...]  # a text, or names that the page folds if there are many
@@ -52,21 +56,6 @@ class Bullets:
 
 
 @dataclass(frozen=True, slots=True)
-class DrawingColumn:
-    """A column of a table with a drawing for each row, on the page only.
-
-    Attributes:
-        head: name of the column.
-        drawings: SVG of each row; "" for none.
-        legend: what a drawing shows, as plain text.
-    """
-
-    head: str
-    drawings: Sequence[str]
-    legend: str
-
-
-@dataclass(frozen=True, slots=True)
 class Table:
     """A table, whose first column has the names.
 
@@ -74,13 +63,14 @@ class Table:
         heads: name of each column.
         rows: one cell per column.
         kind: class of the table in the page.
-        drawing_column: a second column on the page, next to the names; None without.
+        range_bars: SVG of each row's range ("" for none), a second column on the page, next to the
+            names; () without.
     """
 
     heads: Sequence[str]
     rows: Sequence[Sequence[Cell]]
     kind: str = "figures"
-    drawing_column: DrawingColumn | None = None
+    range_bars: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,12 +188,11 @@ def _table_html(table: Table) -> str:
     heads = list(table.heads)
     legend = ""
     rows = [list(map(_cell_content, row)) for row in table.rows]
-    column = table.drawing_column
-    if column is not None:  # it follows the names, which are the first column
-        heads.insert(1, column.head)
-        for row, drawing in zip(rows, column.drawings, strict=True):
-            row.insert(1, drawing)
-        legend = block_html(Paragraph(column.legend, note=True))
+    if table.range_bars:  # they follow the names, which are the first column
+        heads.insert(1, "range")
+        for row, range_bar in zip(rows, table.range_bars, strict=True):
+            row.insert(1, range_bar)
+        legend = block_html(Paragraph(_RANGE_LEGEND, note=True))
 
     head_row = "".join(f'<th scope="col">{breakable(head)}</th>' for head in heads)
     row_elements = []

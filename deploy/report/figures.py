@@ -12,7 +12,7 @@ Missing numbers are "-", those of a failed target "failed".
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 
 from deploy.errors import counted
 from deploy.files.reading import format_bytes
@@ -108,7 +108,6 @@ def encodable(text: str) -> str:
     return join_visible(text.split("\n"))
 
 
-DEVIATION_HEADS = ("node", "operator", "planned in", "runs in")
 _QUANTIZED_TYPES = ("int8", "uint8", "fp8")  # layer types that count as quantized
 
 
@@ -156,11 +155,6 @@ class EngineLayersPart:
     blocks: str = ""
     lost: tuple[NodeDeviation, ...] = ()
     gained: tuple[NodeDeviation, ...] = ()
-
-    @property
-    def deviation_rows(self) -> list[tuple[str, ...]]:
-        """Rows under `DEVIATION_HEADS` of the nodes that do not run as planned."""
-        return list(map(astuple, (*self.lost, *self.gained)))
 
     @property
     def as_planned(self) -> int:

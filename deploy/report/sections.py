@@ -12,6 +12,7 @@ Each picture is in the page once, however many engines are drawn over it.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import astuple
 from html import escape
 from itertools import islice
 from pathlib import PurePath
@@ -24,13 +25,12 @@ from deploy.report.blocks import (
     Bullets,
     Cell,
     Drawing,
-    DrawingColumn,
     Paragraph,
     Section,
     Table,
     breakable,
 )
-from deploy.report.figures import DEVIATION_HEADS, encodable, engine_layers_text
+from deploy.report.figures import encodable, engine_layers_text
 from deploy.report.model import Findings
 from deploy.report.page import DRAWING_PX, PICTURE_PX
 from deploy.report.parts import TensorRow
@@ -47,10 +47,6 @@ _MAX_LAYERS_OF_TARGET = 5  # if there are several targets
 _MAX_BOXES = 100  # of a kind in one drawing, the best by score
 _LABEL_HEIGHT = 12  # in px, of a box's class and score
 
-_RANGE_TEXT = (
-    "Thin line: values seen. Bar: range kept by the scale. Tick: zero."
-    " Each drawing has its own scale."
-)
 _FRONT_TEXT = (
     "Each number is a split that --split builds without a search: time across, FP32's is 1, and"
     " SQNR of the worst part up, where FP32 is exact."
@@ -157,7 +153,7 @@ def _worst_layers(report: Findings) -> Sections:
             rows.append(cells)
             bars.append(bar)
     if rows:
-        table = Table(heads, rows, "tensors", DrawingColumn("range", bars, _RANGE_TEXT))
+        table = Table(heads, rows, "tensors", bars)
         yield Section("Worst layers", (table,), folded=False)
 
 
@@ -262,10 +258,11 @@ def _engine_layers(report: Findings) -> Sections:
             continue
         text = engine_layers_text(engine.ran)
         if text:
-            rows = engine.ran.deviation_rows
+            rows = list(map(astuple, (*engine.ran.lost, *engine.ran.gained)))
             blocks: list[Block] = [Paragraph(f"{text}.")]
             if rows:
-                blocks.append(Table(DEVIATION_HEADS, rows, "words"))
+                heads = ["node", "operator", "planned in", "runs in"]
+                blocks.append(Table(heads, rows, "words"))
             yield Section(f"In the engine of {engine.target}", blocks, rows=len(rows))
 
 
@@ -278,7 +275,7 @@ def tensor_sections(report: Findings) -> Sections:
         if target.tensors:
             tensors = worst_first(target.tensors)
             rows = list(map(_tensor_row, tensors))
-            bars = DrawingColumn("range", list(map(charts.range_bar, tensors)), _RANGE_TEXT)
+            bars = list(map(charts.range_bar, tensors))
             title = f"Tensors{target_suffix(report, target.name)}"
             yield Section(title, (Table(_TENSOR_HEADS, rows, "tensors", bars),), rows=len(rows))
 
