@@ -166,7 +166,7 @@ class OpaqueStandIn(nn.Module):
         total = torch.stack(sums).sum()
 
         def expand_total(output: Any) -> Any:
-            # no tensor, such as a size: any value will do, as nothing reads it as a tensor
+            # a scalar; or no tensor, such as a size: any value will do, as no node reads a tensor
             is_tensor = isinstance(output, TensorMetadata)
             if not is_tensor or not output.shape:
                 return total
