@@ -264,6 +264,7 @@ def test_keep_float_takes_patterns(small_cnn, pictures, tmp_path, run):
     (tmp_path / "float.txt").write_text("# the head\nop:Gemm\n")
     arguments = ("--keep-float", "Conv_c[12]", "--keep-float", f"@{tmp_path / 'float.txt'}")
     _, out, _ = run("inspect", small_cnn, "--all", "--target", "onnxruntime,tensorrt", *arguments)
+    assert "fused" not in out
     float_nodes = {line.split()[2] for line in out.splitlines() if "as asked" in line}
     assert float_nodes == {"Conv_c1", "Conv_c2", "Gemm_logits"}
     assert "on onnxruntime" in out
@@ -275,6 +276,7 @@ def test_keep_float_takes_patterns(small_cnn, pictures, tmp_path, run):
     convs = [node for node in graph.node if node.op_type == "Conv"]
     quantized_by_conv = {node.name: node.input[0] in quantized for node in convs}
     assert quantized_by_conv == {"Conv_c1": False, "Conv_c2": False, "Conv_c3": True}
+    assert "fused" in run.ok("inspect", small_cnn, "--keep-float", "op:Relu")
     cache = ("-o", tmp_path / "c.cache", "--keep-float", "Convx*")
     assert "'Convx*'" in run.fails("calibrate", small_cnn, *images, *cache)
 

@@ -164,6 +164,13 @@ def test_all_nodes_kept_in_float_are_refused(small_cnn, pictures, tmp_path):
         build(small_cnn, pictures, out=tmp_path, float_nodes=["op:*"])
 
 
+def test_fused_nodes_cannot_stay_float(small_cnn, pictures, wording):
+    result = calibrate(small_cnn, pictures, float_nodes=["op:Relu"], targets=["tensorrt", "ascend"])
+    (warning,) = result.warnings
+    wording.check(warning)
+    assert "Relu" not in "".join(calibrate(small_cnn, pictures, float_nodes="Conv_c1").warnings)
+
+
 @pytest.mark.parametrize("entry", ["infinite", "x"])
 def test_infinite_scale_of_cache_stays_infinite(entry, tmp_path):
     """TensorRT writes `inf` for a tensor that overflowed; a cache made from that one must, too.

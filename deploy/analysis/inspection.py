@@ -14,6 +14,7 @@ from deploy.errors import counted
 from deploy.feed.feed import FeedSource
 from deploy.frontends import LoadedModel, load
 from deploy.graph.index import match_nodes
+from deploy.graph.plan import find_unkept
 from deploy.pipeline.build_options import open_torch_module
 from deploy.report.parts import NodeRow, node_rows
 from deploy.targets import Target, make_targets
@@ -155,8 +156,10 @@ def inspect(
     loaded = load(model)
     float_names = match_nodes(loaded.model, float_nodes)
     inspections = []
+    notes = list(loaded.alerts)
     for target in chosen_targets:
         plan = target.plan(loaded.model, float_names)
+        notes += find_unkept(plan, target.name, float_names)
         inspection = TargetInspection(
             name=target.name,
             nodes=node_rows(plan.decisions, loaded.model),
@@ -168,7 +171,7 @@ def inspect(
         targets=tuple(inspections),
         inputs=loaded.inputs,
         outputs=loaded.outputs,
-        notes=(*loaded.alerts, *loaded.notes),
+        notes=(*notes, *loaded.notes),
     )
 
 

@@ -13,13 +13,14 @@ into it, so the scale is that of the tail's output::
 A Hard-Swish, in any of its forms, counts as one node (see `deploy.graph.gates`).
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import onnx
 
 from calibrators.grids import FP8, INT8
+from deploy.errors import list_first
 from deploy.graph.gates import Gate, collapse_gates, find_gates
 from deploy.graph.index import (
     GATE,
@@ -63,6 +64,7 @@ class Decision:
         reason: why it is float; "" if it is not.
         unscaled_tensor: the tensor that would need a scale for int8 and has none, if the reason is
             that; else "".
+        host: the node that it is fused into, which decides its precision too; "" for none.
     """
 
     node: str
@@ -70,6 +72,7 @@ class Decision:
     precision: str
     reason: str = ""
     unscaled_tensor: str = ""
+    host: str = ""
 
     @property
     def quantized(self) -> bool:
@@ -426,6 +429,28 @@ def reasons_by_node(float_nodes: FloatNodes) -> Mapping[str, str]:
     return dict.fromkeys(float_nodes, FLOAT_BY_USER)
 
 
+def find_unkept(plan: Plan, target: str, float_nodes: Collection[str]) -> Iterator[str]:
+    """Yield a warning if nodes that the user keeps in float run in int8 nodes nevertheless.
+
+    Args:
+        plan: the plan of a target.
+        target: its name.
+        float_nodes: names of the nodes that the user keeps in float.
+    """
+    host_by_node = {
+        decision.node: decision.host
+        for decision in plan.decisions
+        if decision.node in float_nodes and decision.host and decision.quantized
+    }
+    if host_by_node:
+        hosts = list(dict.fromkeys(host_by_node.values()))
+        yield (
+            f"on {target}, --keep-float has no effect on {list_first(list(host_by_node), 3)}: each"
+            " is fused into the int8 node before it; name that node instead:"
+            f" {list_first(hosts, 3)}"
+        )
+
+
 def _decide(
     nodes: Iterable[onnx.NodeProto],
     graph: Graph,
@@ -462,15 +487,17 @@ def _decide(
         name_in_graph = gate_by_node.get(node.name, node.name)
         # the node that it is fused into, or itself
         host_name = host_by_output.get(node.output[0], name_in_graph)
-        is_fused = host_name != name_in_graph
+        fused_into = host_name if host_name != name_in_graph else ""
         reason = float_reasons[name_in_graph]
         # a fused Relu or Clip has a reason of its own, since no int8 kernel computes it alone; what
         # counts is whether its host is float
-        if is_fused and reason:
+        if fused_into and reason:
             reason = "the node before it is float" if float_reasons[host_name] else ""
         precision = FLOAT32 if reason else placement.grid.name
         unscaled_tensor = unscaled_tensor_by_node.get(host_name, "")
-        decisions.append(Decision(node.name, node.op_type, precision, reason, unscaled_tensor))
+        decisions.append(
+            Decision(node.name, node.op_type, precision, reason, unscaled_tensor, fused_into)
+        )
     return tuple(decisions)
 
 

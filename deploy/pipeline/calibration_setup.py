@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,6 +43,7 @@ from deploy.files.staging import Stage, recover
 from deploy.frontends import LoadedModel, load
 from deploy.frontends.base import QdqCalibration
 from deploy.graph.index import as_names, match_nodes
+from deploy.graph.plan import find_unkept
 from deploy.method import Method
 from deploy.pipeline.build_options import (
     CalibrationOptions,
@@ -303,8 +305,16 @@ def calibrate_loaded(
         resume=options.resume,
     )
     if policy.trust:  # the ranges of another program's cache are used
-        return use_trusted_cache(run)
-    return calibrate_run(run, targets=targets, stage=stage)
+        result = use_trusted_cache(run)
+    else:
+        result = calibrate_run(run, targets=targets, stage=stage)
+
+    warnings = [*result.warnings]
+    for target in targets:
+        if subject.float_nodes and target.name not in result.failures:
+            plan = target.plan(subject.model, subject.float_nodes)
+            warnings += find_unkept(plan, target.name, subject.float_nodes)
+    return replace(result, warnings=tuple(warnings))
 
 
 def _make_subject(
