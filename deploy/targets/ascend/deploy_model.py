@@ -55,6 +55,8 @@ from deploy.targets.ascend.quant_layer import (
 )
 from deploy.tensors import Array
 
+NodesAndOutput = tuple[Nodes, str]  # new nodes, and the tensor that they make
+
 
 def copy_without_weights(model: onnx.ModelProto, layers: QuantLayers) -> onnx.ModelProto:
     """Return a copy with empty tensors in place of the weights of these layers."""
@@ -215,11 +217,11 @@ class LayerRewriter(ABC):
         return integer_output, float_output
 
     @abstractmethod
-    def make_quant(self, quant_layer: QuantLayer, tensor: str) -> tuple[Nodes, str]:
+    def make_quant(self, quant_layer: QuantLayer, tensor: str) -> NodesAndOutput:
         """Return the nodes that quantize an input of a layer, and the tensor that they make."""
 
     @abstractmethod
-    def make_anti_quant(self, quant_layer: QuantLayer, tensor: str) -> tuple[Nodes, str]:
+    def make_anti_quant(self, quant_layer: QuantLayer, tensor: str) -> NodesAndOutput:
         """Return the nodes that restore a float tensor from `make_quant`'s, and that tensor."""
 
     @abstractmethod
@@ -230,7 +232,7 @@ class LayerRewriter(ABC):
         """Return a weight as this model stores it."""
         return weight
 
-    def convert_bias(self, quant_layer: QuantLayer, bias: str) -> tuple[Nodes, str]:
+    def convert_bias(self, quant_layer: QuantLayer, bias: str) -> NodesAndOutput:
         """Return the nodes between the stored bias and its layer, and their output."""
         return [], bias
 
@@ -371,7 +373,7 @@ class _DeployWriter(LayerRewriter):
 
     bias_type = np.int32
 
-    def make_quant(self, quant_layer: QuantLayer, tensor: str) -> tuple[Nodes, str]:
+    def make_quant(self, quant_layer: QuantLayer, tensor: str) -> NodesAndOutput:
         """Return the AscendQuant of a layer's input, and its output."""
         options = {
             "scale": float(quant_layer.quant_factor),
@@ -379,7 +381,7 @@ class _DeployWriter(LayerRewriter):
         }
         return _scaling_node("AscendQuant", "quant", quant_layer, tensor, options)
 
-    def make_anti_quant(self, quant_layer: QuantLayer, tensor: str) -> tuple[Nodes, str]:
+    def make_anti_quant(self, quant_layer: QuantLayer, tensor: str) -> NodesAndOutput:
         """Return the AscendAntiQuant of a tensor_quantize input, and its output."""
         options = {"scale": float(quant_layer.record.scale_d), "dst_type": "INT8", "dtype": 0}
         return _scaling_node("AscendAntiQuant", "anti_quant", quant_layer, tensor, options)
@@ -399,7 +401,7 @@ class _DeployWriter(LayerRewriter):
             return pack_int4(weight, packed_axis(quant_layer.layer.kind))
         return weight
 
-    def convert_bias(self, quant_layer: QuantLayer, bias: str) -> tuple[Nodes, str]:
+    def convert_bias(self, quant_layer: QuantLayer, bias: str) -> NodesAndOutput:
         """Return the nodes between the int32 bias and its layer, and their output.
 
         With 4-bit activations that is a Cast to float, as in AMCT's models; else there are none.
@@ -414,7 +416,7 @@ class _DeployWriter(LayerRewriter):
 
 def _scaling_node(
     op: str, suffix: str, quant_layer: QuantLayer, tensor: str, options: Mapping[str, Any]
-) -> tuple[Nodes, str]:
+) -> NodesAndOutput:
     """Return an AscendQuant or AscendAntiQuant with the layer's offset, and its output."""
     name = f"{quant_layer.layer.quant_node_prefix}.{suffix}"
     offset = float(quant_layer.record.offset_d)

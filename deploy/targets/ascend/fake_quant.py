@@ -35,6 +35,7 @@ from deploy.graph.edit import (
 from deploy.graph.index import Nodes
 from deploy.targets.ascend.deploy_model import (
     LayerRewriter,
+    NodesAndOutput,
     copy_without_weights,
     make_constant,
 )
@@ -68,7 +69,7 @@ class _FakeQuantWriter(LayerRewriter):
 
     npu_rounding = False
 
-    def make_quant(self, quant_layer: QuantLayer, tensor: str) -> tuple[Nodes, str]:
+    def make_quant(self, quant_layer: QuantLayer, tensor: str) -> NodesAndOutput:
         """Return the nodes that quantize a layer's input: clip(round(x * scale) + offset) - offset.
 
         Args:
@@ -117,7 +118,7 @@ class _FakeQuantWriter(LayerRewriter):
         )
         return [scale, make_node("Mul", [integers, scale.output[0]], output, f"{name}.mul")]
 
-    def make_anti_quant(self, quant_layer: QuantLayer, tensor: str) -> tuple[Nodes, str]:
+    def make_anti_quant(self, quant_layer: QuantLayer, tensor: str) -> NodesAndOutput:
         """Return the nodes that restore an input of an Add or MaxPool; and their output."""
         name = f"{quant_layer.layer.quant_node_prefix}.anti_quant.fake_antiquant"
         scale = make_constant(f"{name}.scale", np.float32(quant_layer.record.scale_d))
@@ -154,7 +155,7 @@ def can_be_pairs(quant_layer: QuantLayer) -> bool:
 class _AmctQdqWriter(LayerRewriter):
     """Writer of the Q/DQ model: its layers compute in float, between pairs."""
 
-    def make_quant(self, quant_layer: QuantLayer, tensor: str) -> tuple[Nodes, str]:
+    def make_quant(self, quant_layer: QuantLayer, tensor: str) -> NodesAndOutput:
         """Return the Q/DQ pair that rounds a layer's input, and the tensor that it makes.
 
         `tensor`: the float input.
@@ -174,7 +175,7 @@ class _AmctQdqWriter(LayerRewriter):
         )
         return [quantize, dequantize], output
 
-    def make_anti_quant(self, quant_layer: QuantLayer, tensor: str) -> tuple[Nodes, str]:
+    def make_anti_quant(self, quant_layer: QuantLayer, tensor: str) -> NodesAndOutput:
         """Return no nodes: the pair's output is float already."""
         return [], tensor
 

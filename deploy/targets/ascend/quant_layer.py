@@ -56,9 +56,7 @@ class QuantLayer:
 QuantLayers = Mapping[str, QuantLayer]
 
 
-def quantize_layers(
-    model: onnx.ModelProto, graph: LayerGraph, records: Records
-) -> dict[str, QuantLayer]:
+def quantize_layers(model: onnx.ModelProto, graph: LayerGraph, records: Records) -> QuantLayers:
     """Return layer name -> its integer weight, bias and scales, for all layers with a record.
 
     A layer's record has its scales and offsets; a record file has those of all layers.
@@ -85,7 +83,7 @@ def refused_layers_error(refusals: Mapping[str, str], remedy: str = _LEAVE_OUT) 
 
 def quantize_fitting_layers(
     model: onnx.ModelProto, graph: LayerGraph, records: Records
-) -> tuple[dict[str, QuantLayer], dict[str, str]]:
+) -> tuple[QuantLayers, dict[str, str]]:
     """Quantize the layers with a record, as far as they are within the hardware's limits.
 
     Args:

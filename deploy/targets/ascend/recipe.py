@@ -41,7 +41,6 @@ from deploy.targets.ascend.config_keys import QuantConfig, summarize_layers
 from deploy.targets.ascend.layers import LAYER_OPS, Layer, LayerGraph
 from deploy.targets.ascend.preparation import prepare_model
 from deploy.targets.ascend.quant_layer import (
-    QuantLayer,
     QuantLayers,
     quantize_fitting_layers,
     read_constant,
@@ -202,7 +201,7 @@ def _refuse_unless_8_bit(grid: PairGrid) -> None:
 
 def _quantize_layers(
     model: onnx.ModelProto, graph: LayerGraph, qdq_records: Records
-) -> tuple[dict[str, QuantLayer], dict[str, str], dict[str, str]]:
+) -> tuple[QuantLayers, dict[str, str], dict[str, str]]:
     """Quantize the layers that have a record, as far as they fit the hardware.
 
     Args:

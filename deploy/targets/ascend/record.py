@@ -105,7 +105,7 @@ def write_record(records: Records, float16_layers: Collection[str] = ()) -> str:
     return print_text(message)
 
 
-def read_record(text: str, file_name: str = "the record") -> dict[str, LayerRecord]:
+def read_record(text: str, file_name: str = "the record") -> Records:
     """Parse AMCT's record file; return layer name -> its scales and offsets, checked as by AMCT.
 
     Entries without scales of a layer, as those of a language model's cache, are left out.

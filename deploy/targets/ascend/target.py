@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from deploy.targets.ascend.amct_calibration import CalibrationRecord, RecordPlan
     from deploy.targets.ascend.config_keys import QuantConfig
     from deploy.targets.ascend.layers import LayerGraph
-    from deploy.targets.ascend.quant_layer import QuantLayer
+    from deploy.targets.ascend.quant_layer import QuantLayers
     from deploy.targets.ascend.recipe import Recipe
     from deploy.tensors import Session
 
@@ -315,7 +315,7 @@ class Ascend(Target):
 
     def quantize(
         self, request: BuildRequest
-    ) -> tuple[RecordPlan, CalibrationRecord, dict[str, QuantLayer], QuantConfig]:
+    ) -> tuple[RecordPlan, CalibrationRecord, QuantLayers, QuantConfig]:
         """Quantize the layers that the request's choices leave in int8, and that fit the hardware.
 
         Layers that do not fit stay in float; those of a user's configuration are refused.

@@ -57,6 +57,7 @@ from deploy.targets.tensorrt.trt_options import (
     QDQ_MODEL,
     TYPED_MODEL,
     UNREPAIRED_MODEL,
+    Files,
     TensorrtOptions,
 )
 from deploy.targets.tensorrt.trtexec import (
@@ -81,7 +82,7 @@ class Baselines:
     """
 
     engines: Mapping[str, Path] = field(default_factory=dict)
-    files: Mapping[str, Path] = field(default_factory=dict)
+    files: Files = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
@@ -344,7 +345,7 @@ def lower_models(
 def build_quantized_engine(
     options: TensorrtOptions,
     request: BuildRequest,
-    files: Mapping[str, Path],
+    files: Files,
     cache: trt_cache.CalibrationCache,
     float32_nodes: Mapping[str, str],
 ) -> tuple[Path, tuple[str, ...]]:
@@ -488,7 +489,7 @@ def _builds_from_cache(options: TensorrtOptions, installed: Sdk, request: BuildR
 
 
 def _source_role(
-    options: TensorrtOptions, installed: Sdk, files: Mapping[str, Path], request: BuildRequest
+    options: TensorrtOptions, installed: Sdk, files: Files, request: BuildRequest
 ) -> str:
     """Return the role, in `files`, of the model that the quantized engine is built from."""
     if _builds_from_cache(options, installed, request):
@@ -501,7 +502,7 @@ def _source_role(
 def build_float_engines(
     options: TensorrtOptions,
     request: BuildRequest,
-    files: Mapping[str, Path],
+    files: Files,
     ranges: RangeSet,
     version: str,
 ) -> Baselines:

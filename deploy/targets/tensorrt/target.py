@@ -42,6 +42,7 @@ from deploy.targets.tensorrt.trt_options import (
     QDQ_MODEL,
     RUNNABLE_PART,
     TYPED_MODEL,
+    Files,
     TensorrtOptions,
 )
 
@@ -395,7 +396,7 @@ class TensorRT(TensorrtOptions, Target):
         self,
         request: BuildRequest,
         calibrated_model: _CalibratedModel,
-        files: Mapping[str, Path],
+        files: Files,
         float32_nodes: Mapping[str, str],
         commands: Sequence[TrtexecCommand],
     ) -> tuple[Path | None, Baselines, tuple[str, ...], str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +23,7 @@ QDQ_MODEL, TYPED_MODEL = "TensorRT Q/DQ model", "TensorRT typed model"
 UNREPAIRED_MODEL = "TensorRT float model without repairs, to compare with"
 FLOAT16_MODEL = "TensorRT float16 model, to compare with"
 RUNNABLE_PART = "Q/DQ model up to its plugins"
+Files = Mapping[str, Path]  # role of a file -> its path
 NO_BASELINES, ALL_BASELINES = "none", f"{FP32},{FP16}"
 # Flags that follow from the model, the calibration and other options.
 _FLAGS_OF_CALIB8 = (

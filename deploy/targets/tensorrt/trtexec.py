@@ -32,6 +32,7 @@ from deploy.targets.tensorrt.trt_options import (
     FP32,
     QDQ_MODEL,
     TYPED_MODEL,
+    Files,
     TensorrtOptions,
 )
 
@@ -149,6 +150,7 @@ class ParserRequirements:
         return None
 
 
+Requirements = Mapping[str, ParserRequirements]  # role of a model -> what reading it takes
 _FIRST_TYPED_ONLY = "11.0.0"  # first version without calibrators: all of its networks are typed
 # feature that the typed model needs -> the machine that has it
 _MACHINES = {
@@ -187,8 +189,8 @@ class TrtexecCommand:
 def trtexec_commands(
     options: TensorrtOptions,
     request: BuildRequest,
-    files: Mapping[str, Path],
-    requirements: Mapping[str, ParserRequirements],
+    files: Files,
+    requirements: Requirements,
     version: str,
     float32_nodes: Collection[str],
 ) -> tuple[TrtexecCommand, ...]:
@@ -271,7 +273,7 @@ class UnreadModel:
 
 
 def find_unread_model(
-    options: TensorrtOptions, requirements: Mapping[str, ParserRequirements], version: str
+    options: TensorrtOptions, requirements: Requirements, version: str
 ) -> UnreadModel | None:
     """Return why TensorRT `version` can read none of the models; None if it can read one.
 
@@ -345,8 +347,8 @@ def trtexec_script(commands: Sequence[TrtexecCommand], default: TrtexecCommand |
 
 def _cache_command(
     request: BuildRequest,
-    files: Mapping[str, Path],
-    requirements: Mapping[str, ParserRequirements],
+    files: Files,
+    requirements: Requirements,
     version: str,
     float_type: str,
     float32_nodes: Collection[str],
@@ -379,7 +381,7 @@ def _cache_command(
 
 
 def _qdq_command(
-    files: Mapping[str, Path],
+    files: Files,
     requirements: ParserRequirements,
     float_type: str,
     float32_nodes: Collection[str],
@@ -409,8 +411,8 @@ def _qdq_command(
 
 
 def _typed_commands(
-    files: Mapping[str, Path],
-    requirements: Mapping[str, ParserRequirements],
+    files: Files,
+    requirements: Requirements,
     version: str,
     features: Collection[str],
 ) -> tuple[TrtexecCommand, ...]:
