@@ -420,6 +420,7 @@ def test_auto_fails_without_a_model_that_holds_the_limit(run, small_cnn, data, t
     assert all(float(loss) > 0 for loss in lines)
     assert "calib8: ascend failed: a split must lose at most 0 of cosine, got " in err
     assert "no model was written" in err
+    assert "try --strategy gain" in err
     assert "calib8 qat" in err
     assert f"the float model {small_cnn}" in err
     # the limit that it suggests holds

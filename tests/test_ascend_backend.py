@@ -394,7 +394,7 @@ def test_layer_beyond_the_hardware_stays_float(tmp_path, data, run, effort):
     assert list(next_steps(report))
     auto = ("ascend", "auto", tmp_path / "net.onnx", "--images", data, "-o", tmp_path / "a")
     shown = run.ok(*auto, "--strategy", ("gain", "binary-search")[effort])
-    assert shown.startswith("1 layers in int8: ")
+    assert shown.startswith("1 layer in int8: ")
     # a configuration of the user is followed, or refused
     text = (tmp_path / "o" / "net_config.json").read_text()
     config = tmp_path / "all.json"

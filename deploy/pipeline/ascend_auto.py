@@ -242,7 +242,7 @@ def _write_files(
             int8_layers=None,
             notes=(),
             paths=tuple(paths),
-            failure=_describe_failure(budget_search),
+            failure=_describe_failure(budget_search, only_default=not target.has_all_searches),
         )
 
     final_plan, calibration_record, quantized_layers, config = target.quantize(final_request)
@@ -270,8 +270,11 @@ def _write_files(
     )
 
 
-def _describe_failure(budget_search: BudgetSearch) -> str:
-    """Return why no model was written, and what to do; the name of the float model follows."""
+def _describe_failure(budget_search: BudgetSearch, *, only_default: bool) -> str:
+    """Return why no model was written, and what to do; the name of the float model follows.
+
+    `only_default`: whether the strategy, `BINARY`, tries no other search than the default.
+    """
     max_loss = budget_search.max_loss
     # an entry is of one split; its "metric_eval" is [whether the limit is held, loss]
     losses = [entry["metric_eval"][1] for entry in budget_search.history]
@@ -282,6 +285,8 @@ def _describe_failure(budget_search: BudgetSearch) -> str:
     advice = "train it with int8 (calib8 qat), or deploy the float model"
     if least_loss <= 1:  # the largest limit that the command takes
         advice = f"give --max-loss {_round_up(least_loss)} or more, {advice}"
+    if only_default:
+        advice = f"try --strategy {GAIN}, {advice}"
     unit = budget_search.loss_unit
     return (
         f"a split must lose at most {max_loss:g} of {unit}, got {loss_text}, so no model was"

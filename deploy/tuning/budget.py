@@ -23,7 +23,7 @@ from typing import Any
 import onnx
 
 from deploy.calibration.reference_outputs import EvaluationSet, make_evaluation_set
-from deploy.errors import BackendError, FeedError
+from deploy.errors import BackendError, FeedError, counted
 from deploy.feed.samples import Feed
 from deploy.graph.edit import copy_message
 from deploy.method import Choices
@@ -242,7 +242,7 @@ class BudgetSearch:
         """
         # the inputs of Adds and the like may be float too, but are no layers to the user
         int8_layers = set(self.layers).difference(trial.in_float, self.node_inputs)
-        trial_text = f"{len(int8_layers)} layers in int8"
+        trial_text = f"{counted(len(int8_layers), 'layer')} in int8"
         with phase(trial_text):
             comparison = GrowingComparison(
                 self._builder.trial(self.request.with_choices(trial.choices)),
