@@ -207,7 +207,7 @@ def test_detector_build_draws_its_boxes(run, detector, pictures, tmp_path):
     assert 1 <= len(message["boxes"]) <= MAX_SHOWN
     sample = message["boxes"][0]
     assert {"sample", "threshold", "kept", "lost", "new"} == set(sample)
-    kept_count, _, new = re.search(r"(\d+) of (\d+) boxes kept, (\d+) new", page).groups()
+    kept_count, _, new = re.search(r"(\d+) of (\d+) box(?:es)? kept, (\d+) new", page).groups()
     assert (int(kept_count), int(new)) == (sample["kept"], sample["new"])
     # reads the words, and draws nothing
     assert "boxes of FP32 kept" in " ".join(run.ok("report", tmp_path).split())
