@@ -132,7 +132,7 @@ def test_the_model_to_observe_is_amcts(default):
     config = config_of("small_default", graph)
     records = records_of("small_default").items()
     weights = {n: r.scale_w for n, r in records}
-    mine = observation_model(model, graph.layers, config, weights, {})
+    mine = observation_model(model, graph.layers, config, weights, {}, {})
     amct = onnx.load(CASES / "small_default" / "modified.onnx")
     tensors = [{t.name: t for t in mine.graph.initializer}]
     tensors.append({t.name: t for t in amct.graph.initializer})

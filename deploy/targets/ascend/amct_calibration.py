@@ -15,7 +15,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from types import MappingProxyType
 
 import numpy as np
 import onnx
@@ -39,7 +38,7 @@ from calibrators.amct.recorders import (
     RoundedWeights,
 )
 from calibrators.errors import CalibrationError
-from calibrators.grids import Float32Array, Int8Array
+from calibrators.grids import Float32Array
 from calibrators.scales import Scale
 from calibrators.statistics import Statistic
 from deploy.calibration.observation import Observation, ObservedStatistics, Variant
@@ -83,7 +82,7 @@ def observation_model(
     config: QuantConfig,
     weight_scales: WeightScales,
     dmq_factors: DmqFactors,
-    integers_by_layer: Mapping[str, Int8Array] = MappingProxyType({}),
+    roundings: Mapping[str, RoundedWeights],
 ) -> onnx.ModelProto:
     """Return the float model to observe: weights fake-quantized, inputs divided by DMQ factors.
 
@@ -96,8 +95,8 @@ def observation_model(
         config: the config, with every setting filled in.
         weight_scales: layer name -> scale of its weight.
         dmq_factors: layer name -> factors of its input channels; its weight is multiplied by them.
-        integers_by_layer: name of an AdaRound layer -> its integers, int8 [G, M, K]; AdaRound
-            layers that are missing here stay float.
+        roundings: AdaRound layer -> recorder with the integers of its weight, int8 [G, M, K];
+            AdaRound layers that are missing here stay float.
     """
     index = Graph(model)
     fake_quant_weights = {}
@@ -106,9 +105,10 @@ def observation_model(
             continue
         # the weight times its DMQ factors, output channels first
         rows = read_weight_rows(index, layer, dmq_factors.get(name, NO_DMQ_FACTORS))
-        if name in integers_by_layer:
-            integers = integers_by_layer[name].reshape(rows.shape)
-            rows = integers * by_row(weight_scales[name], rows.ndim)
+        if name in roundings:
+            integers = roundings[name].integers
+            assert integers is not None  # `RecordPlan.round_weights` has computed them
+            rows = integers.reshape(rows.shape) * by_row(weight_scales[name], rows.ndim)
         # as in AMCT, other weights of AdaRound's layers and of ConvTransposes are not rounded
         elif layer.kind != "ConvTranspose" and not uses_adaround(config, name):
             bits = config.layers[name].weight.num_bits
@@ -511,10 +511,6 @@ class RecordPlan:
         """
         dmq_factors = self.compute_dmq_factors(observed)
         roundings = self.round_weights(observed, rounded_names)
-        integers_by_layer = {}
-        for name, rounding in roundings.items():
-            assert rounding.integers is not None  # `round_weights` has computed them
-            integers_by_layer[name] = rounding.integers
         model = extract_output(self.model, last_tensor) if last_tensor else self.model
         node_names = names_of(model.graph.node)
         layers = {name: layer for name, layer in self.layers.items() if layer.node in node_names}
@@ -524,7 +520,7 @@ class RecordPlan:
             self.config,
             weight_scales=self.compute_weight_scales(dmq_factors, roundings),
             dmq_factors=dmq_factors,
-            integers_by_layer=integers_by_layer,
+            roundings=roundings,
         )
 
     def _key(self) -> str:

@@ -26,7 +26,6 @@ Source: hicann/ge quant_host_cpu_op_common.h; measured on AMCT's own outputs.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -278,7 +277,7 @@ def make_constant(name: str, value: Array | np.generic) -> onnx.NodeProto:
 def rewrite_inputs(
     model: onnx.ModelProto,
     weights: Mapping[str, onnx.TensorProto],
-    inverse_dmq_factors: Mapping[str, Float32Array] = MappingProxyType({}),
+    inverse_dmq_factors: Mapping[str, Float32Array],
 ) -> onnx.ModelProto:
     """Return a float copy with other weights, and with inputs multiplied by channel.
 
@@ -444,4 +443,4 @@ def modified_model(model: onnx.ModelProto, layers: QuantLayers) -> onnx.ModelPro
         inverse_dmq_factors = np.asarray(1 / record.dmq_factors, np.float32)  # empty without DMQ
         weight = from_rows(multiply_input_channels(rows, layer, inverse_dmq_factors), layer)
         new_weights[layer.weight] = numpy_helper.from_array(weight, layer.weight)
-    return rewrite_inputs(model, new_weights)
+    return rewrite_inputs(model, new_weights, inverse_dmq_factors={})

@@ -373,7 +373,7 @@ def qdq_to_cache(model: Path | str, *, version: str) -> tuple[PlainModel, Calibr
 
 
 def dla_cache(
-    plain: PlainModel, *, version: str, guesses: bool = True
+    plain: PlainModel, *, version: str, guesses: bool
 ) -> tuple[CalibrationCache, InferredScales]:
     """Return the cache for DLA: the scales of the pairs and those inferred from them.
 

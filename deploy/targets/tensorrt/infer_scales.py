@@ -89,15 +89,15 @@ class TensorRanges:
         saturated: tensor -> the |x| beyond which all of its readers saturate.
     """
 
-    def __init__(self, model: onnx.ModelProto, amaxes: Mapping[str, float]) -> None:
+    def __init__(self, model: onnx.ModelProto, scales: Mapping[str, np.float32]) -> None:
         """Start with the constants and the tensors of Q/DQ pairs.
 
-        `amaxes`: tensor -> largest |x| within the scale of its pair.
+        `scales`: tensor -> the scale of its pair.
         """
         self.graph = Graph(model)
         self.range_by_tensor: dict[str, Range] = {}
-        for name, amax in amaxes.items():
-            self.range_by_tensor[name] = amax, EQUAL
+        for name, scale in scales.items():
+            self.range_by_tensor[name] = _QMAX * float(scale), EQUAL
         for name, constant in self.graph.constants.items():
             self.range_by_tensor[name] = _largest_magnitude(constant), EQUAL
         # `find_bounds` gives the values beyond which all readers of a tensor saturate
@@ -360,9 +360,7 @@ def infer_missing_scales(
         ModelError: shapes in the model contradict each other.
     """
     shaped_model = infer_shapes(copy_message(model))
-    tensor_ranges = TensorRanges(
-        shaped_model, {name: _QMAX * float(scale) for name, scale in scales.items()}
-    )
+    tensor_ranges = TensorRanges(shaped_model, scales)
     _apply_rules(tensor_ranges, (EQUAL, BOUND, GUESS) if guesses else (EQUAL, BOUND))
 
     scale_by_tensor: dict[str, np.float32] = {}
