@@ -11,7 +11,7 @@ from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from deploy.errors import ConfigError
+from deploy.errors import ConfigError, counted
 from deploy.version import __version__
 
 # Instruction sets with an int8 dot product; without one, int8 gains little on a CPU.
@@ -103,6 +103,11 @@ class Machine:
     os: str
     versions: dict[str, str]
     devices: tuple[AcceleratorInfo, ...] = ()
+
+    @property
+    def cpu_text(self) -> str:
+        """Name and number of cores of the CPU."""
+        return f"{self.cpu}, {counted(self.cores, 'core')}"
 
     def to_json(self) -> dict[str, object]:
         """Plain JSON types."""

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
+Dimensions = Sequence[int | str | None]  # a str is symbolic, None unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class TensorSpec:
         return np.zeros(sizes, self.dtype)
 
 
-def fits(sizes: Sequence[int], expected_shape: Sequence[int | str | None]) -> bool:
+def fits(sizes: Sequence[int], expected_shape: Dimensions) -> bool:
     """Return whether sizes are as many as those of a shape, and equal those that it fixes."""
     if len(sizes) != len(expected_shape):
         return False
@@ -58,7 +59,7 @@ def describe_inputs(specs: Sequence[TensorSpec], others: Sequence[TensorSpec]) -
     return ", ".join(sorted(texts))
 
 
-def _overlap(shape: Sequence[int | str | None], other: Sequence[int | str | None]) -> bool:
+def _overlap(shape: Dimensions, other: Dimensions) -> bool:
     """Return whether some array fits both shapes."""
     return len(shape) == len(other) and all(
         size == other_size or not (isinstance(size, int) and isinstance(other_size, int))

@@ -57,6 +57,9 @@ from deploy.tasks.declarations import Declaration
 from deploy.tensors import Session, TensorSpec, describe_inputs
 from deploy.terminal import phase, with_progress
 
+# batch size, None for the model's own -> label of an engine -> its latency
+_LatencyByBatch = dict[int | None, dict[str, Latency]]
+
 _MAX_LOADS = 3  # the load time is the least of so many
 _LOAD_BUDGET_MS = 200  # an engine is not loaded again after this much time
 
@@ -150,7 +153,7 @@ def bench(
     batch_sizes: list[int | None] = [*sorted(set(batches))]  # the smallest first
     if not batch_sizes:
         batch_sizes = [None]  # the model's own
-    latencies_by_batch: dict[int | None, dict[str, Latency]] = {}
+    latencies_by_batch: _LatencyByBatch = {}
     for batch in batch_sizes:
         latencies_by_batch[batch] = _measure_batch(
             sessions, make_inputs(batch), batch, warmup_ms, duration_s
@@ -194,7 +197,7 @@ def bench(
 def _make_row(
     label: str,
     engine: _LoadedEngine,
-    latencies_by_batch: Mapping[int | None, Mapping[str, Latency]],
+    latencies_by_batch: _LatencyByBatch,
     accuracy: Accuracy | None,
     kernels: tuple[KernelTime, ...],
 ) -> EngineRow:
@@ -495,9 +498,7 @@ def _measure_batch(
         raise BackendError(f"with a batch of {batch}: {error}") from error
 
 
-def _make_batch_rows(
-    label: str, latencies_by_batch: Mapping[int | None, Mapping[str, Latency]]
-) -> tuple[BatchRow, ...]:
+def _make_batch_rows(label: str, latencies_by_batch: _LatencyByBatch) -> tuple[BatchRow, ...]:
     """Return a row for each batch size that an engine was measured at.
 
     `latencies_by_batch`: batch size, None for the model's own -> label -> latency.

@@ -204,7 +204,7 @@ class _ShippedFiles:
     task: str = ""
     metric: str = ""
     calibration_digest: str = ""
-    alerts: tuple[str, ...] = ()
+    alerts: tuple[str, ...]
     image_doubts: tuple[str, ...] = ()
     had_assumed_inputs: bool = False
     had_random_outputs: bool = False

@@ -210,7 +210,7 @@ def _build_facts(build: StoredBuild) -> Iterator[tuple[str, str]]:
         for target in report.targets:
             yield f"options of {target.name}", target.options_text
     if report.machine:
-        yield "machine", f"{report.machine.cpu}, {counted(report.machine.cores, 'core')}"
+        yield "machine", report.machine.cpu_text
         for package, version in report.machine.versions.items():
             yield f"version of {package}", version
 

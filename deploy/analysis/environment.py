@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 from calibrators.kernel import describe_kernel, kernel
-from deploy.errors import Calib8Error, counted, extra_hint
+from deploy.errors import Calib8Error, extra_hint
 from deploy.machine import INT8_FLAGS, this_machine
 from deploy.targets import TARGETS
 from deploy.terminal import PrintedResult, join_visible
@@ -85,7 +85,7 @@ def _check_installation() -> Iterator[EnvironmentCheck]:
             packages.append(f"{name} {package_version}")
     yield EnvironmentCheck("packages", True, ", ".join(packages))
 
-    cpu = f"{machine.cpu}, {counted(machine.cores, 'core')}"
+    cpu = machine.cpu_text
     if machine.int8:
         yield EnvironmentCheck("CPU", True, f"{cpu}; int8 by {', '.join(machine.int8)}")
     else:

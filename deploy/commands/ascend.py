@@ -5,8 +5,6 @@ What `calib8 ascend deploy` and `calib8 ascend convert` share: where files go, a
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
@@ -16,7 +14,7 @@ import click
 from deploy.commands import base
 from deploy.commands.base import (
     FILE,
-    CommandFunction,
+    CommandArguments,
     Real,
     json_option,
     quietable,
@@ -35,7 +33,7 @@ from deploy.commands.image_options import (
     parse_shape,
     shape_option,
 )
-from deploy.commands.model_options import TargetValues, target_field_options
+from deploy.commands.model_options import target_field_options
 from deploy.errors import ConfigError, counted
 from deploy.files import atomic
 from deploy.targets import Ascend
@@ -44,7 +42,6 @@ from deploy.targets.options import declared_options
 from deploy.terminal import say, say_screen
 
 if TYPE_CHECKING:
-    from deploy.feed.feed import Dataset
     from deploy.pipeline.ascend_auto import AutoCalibration
     from deploy.report import Report
 
@@ -53,34 +50,22 @@ _FILE_FLAGS = frozenset(
 )
 
 
-def deployment_options(command: Callable[..., Report]) -> CommandFunction:
-    """Add the output folder, trial inputs, and Ascend's options that do not affect calibration.
+def _gather_deployment(arguments: CommandArguments) -> None:
+    """Put Ascend's options in as `target`, and a `TrialInputs` as `inputs`."""
+    from deploy.pipeline.deployment import TrialInputs
 
-    The command gets the inputs as `inputs`, Ascend's options as `target` and the others by name. It
-    returns a report, which is printed here.
-    """
+    dataset = arguments.pop("dataset")
+    if dataset is not None:
+        base.refuse_beside("--images", "shapes")
+    shapes = dict(map(parse_shape, arguments.pop("shapes")))
+    arguments["inputs"] = TrialInputs(dataset=dataset, shapes=shapes)
+    arguments["target"] = Ascend(**arguments.pop("target_values").get("ascend", {}))
 
-    @wraps(command)
-    def run(
-        target_values: TargetValues,
-        dataset: Dataset | None,
-        shapes: tuple[str, ...],
-        json_path: Path | None,
-        **arguments: Any,
-    ) -> None:
-        """Gather target and inputs from their options, run the command, and print its report."""
-        from deploy.pipeline.deployment import TrialInputs
-        from deploy.report import to_screen
 
-        if dataset is not None:
-            base.refuse_beside("--images", "shapes")
-        target = Ascend(**target_values.get("ascend", {}))
-        inputs = TrialInputs(dataset=dataset, shapes=dict(map(parse_shape, shapes)))
-        report = command(target=target, inputs=inputs, **arguments)
-        say_screen(to_screen(report))
-        end_with_verdicts(report, json_path, accept=True)  # an unusable engine is no failure here
-
-    options = (
+# the output folder, trial inputs, and Ascend's options that do not affect calibration
+deployment_options = base.gathered_options(
+    _gather_deployment,
+    (
         base.general_option("-o", "--out", type=FILE, required=True, help="Output folder."),
         shape_option(),
         input_options("Compare the outputs with the model's on these"),
@@ -90,8 +75,16 @@ def deployment_options(command: Callable[..., Report]) -> CommandFunction:
             "--force", is_flag=True, help="Overwrite files that calib8 did not write."
         ),
         json_option,
-    )
-    return base.add_options(run, options)
+    ),
+)
+
+
+def _print_deployment(report: Report, json_path: Path | None) -> None:
+    """Print the report on written files; an unusable engine is no failure here."""
+    from deploy.report import to_screen
+
+    say_screen(to_screen(report))
+    end_with_verdicts(report, json_path, accept=True)
 
 
 @click.group()
@@ -327,8 +320,9 @@ def deploy_scales(
     record: Path | None,
     cache: Path | None,
     ascend_config: Path | None,
+    json_path: Path | None,
     **options: Any,
-) -> Report:
+) -> None:
     """Write deploy and fake-quant models of MODEL with the scales of RECORD, as AMCT's save_model.
 
     RECORD may be AMCT's or calib8's, edited or not; layers without an entry stay float. Nothing is
@@ -342,7 +336,8 @@ def deploy_scales(
     """  # noqa: D301 (click reads the backspace)
     from deploy.pipeline.deployment import deploy
 
-    return deploy(model, record, cache=cache, config=ascend_config, **options)
+    report = deploy(model, record, cache=cache, config=ascend_config, **options)
+    _print_deployment(report, json_path)
 
 
 @ascend.command("convert", cls=base.SectionedCommand, short_help="Files of a Q/DQ model.")
@@ -355,7 +350,7 @@ def deploy_scales(
     " This takes four operators for each such tensor; without them the result is less exact.",
 )
 @deployment_options
-def convert_pairs(model: Path, keep_rounding: bool, **options: Any) -> Report:
+def convert_pairs(model: Path, keep_rounding: bool, json_path: Path | None, **options: Any) -> None:
     """Write deploy and fake-quant models of a Q/DQ model with its own scales.
 
     The model may be of calib8 qat or export --qdq, ONNX Runtime, ModelOpt or NNCF. Weights keep
@@ -369,4 +364,4 @@ def convert_pairs(model: Path, keep_rounding: bool, **options: Any) -> Report:
     """  # noqa: D301 (click reads the backspace)
     from deploy.pipeline.deployment import convert
 
-    return convert(model, keep_rounding=keep_rounding, **options)
+    _print_deployment(convert(model, keep_rounding=keep_rounding, **options), json_path)

@@ -104,6 +104,7 @@ IMAGE_SOURCE = InputPath(
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 CommandFunction = Callable[..., None]
+CommandArguments = dict[str, Any]  # name of an argument -> its value
 Decorator = Callable[[CommandFunction], CommandFunction]  # adds options to a command
 
 _NUMBERS = {"integer": "N", "float": "X"}  # click's name of a type -> metavar
@@ -146,7 +147,7 @@ def add_options(command: Command, options: Sequence[Callable[..., Any]]) -> Comm
 
 
 def gathered_options(
-    gather: Callable[[dict[str, Any]], None], options: Sequence[Callable[..., Any]]
+    gather: Callable[[CommandArguments], None], options: Sequence[Callable[..., Any]]
 ) -> Decorator:
     """Return a decorator that adds options to a command, which gets their values gathered.
 

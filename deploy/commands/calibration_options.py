@@ -16,7 +16,7 @@ import click
 from calibrators.searches import DEFAULT_METHOD, SEARCHES, parameters, searches_with
 from deploy.calibration import DEFAULT_TRT_VERSION
 from deploy.commands import base
-from deploy.commands.base import Decorator, verbose_option
+from deploy.commands.base import CommandArguments, Decorator, verbose_option
 from deploy.method import Method
 from deploy.terminal import is_text_suppressed, say, say_lines
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from deploy.calibration.calibration_result import CalibrationResult
 
 
-def _gather_method(arguments: dict[str, Any]) -> None:
+def _gather_method(arguments: CommandArguments) -> None:
     """Replace `method` and its parameters by a `Method`, or by None if none of them is given."""
     values = {name: arguments.pop(name) for name in parameters()}
     checked_method = Method.of(arguments["method"], values)
@@ -89,7 +89,7 @@ resume_option = base.cache_option(
 )
 
 
-def _gather_calibration(arguments: dict[str, Any]) -> None:
+def _gather_calibration(arguments: CommandArguments) -> None:
     """Put a `CalibrationOptions` in as `calibration`, whose cache has no path yet."""
     from deploy.calibration.reuse import CachePolicy
     from deploy.pipeline.build_options import CalibrationOptions
@@ -138,7 +138,7 @@ _cluster_option = partial(base.option, section="Many machines")
 SENDS = ("nothing", "model", "images", "all")
 
 
-def _gather_cluster(arguments: dict[str, Any]) -> None:
+def _gather_cluster(arguments: CommandArguments) -> None:
     """Replace the address `scheduler` and its options by a `Cluster`; None for this machine."""
     values = {name: arguments.pop(name) for name in ("send", "pieces", "retries")}
     address = arguments["scheduler"]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from deploy.commands import base
-from deploy.commands.base import Command, Decorator, Real
+from deploy.commands.base import Command, CommandArguments, Decorator, Real
 from deploy.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ raw_options = partial(
 )
 
 
-def take_source(arguments: dict[str, Any], source: str) -> str | RawFiles:
+def take_source(arguments: CommandArguments, source: str) -> str | RawFiles:
     """Return the source of the images, with the shape and dtype of files without a header.
 
     Shape and dtype, the values of `raw_options`, are taken out of `arguments`.
@@ -179,7 +179,7 @@ def take_source(arguments: dict[str, Any], source: str) -> str | RawFiles:
     return RawFiles(source, shape=shape, dtype=dtype)
 
 
-def take_limit(arguments: dict[str, Any]) -> Limit:
+def take_limit(arguments: CommandArguments) -> Limit:
     """Take --limit and --stride out of `arguments`; return them, None without any."""
     from deploy.feed.sampling import Choice
 
@@ -188,7 +188,7 @@ def take_limit(arguments: dict[str, Any]) -> Limit:
     return None if limit is None and stride is None else Choice(limit=limit, every=stride)
 
 
-def take_stable_share(arguments: dict[str, Any]) -> float | None:
+def take_stable_share(arguments: CommandArguments) -> float | None:
     """Return the share by which halves of the images may differ; None to use all images.
 
     --until-stable and --stable-within are taken out of `arguments`.
@@ -311,7 +311,7 @@ def _image_options(*, takes_script: bool, is_required: bool = True) -> Decorator
         is_required: whether the samples must be given, by one of these two.
     """
 
-    def gather(arguments: dict[str, Any]) -> None:
+    def gather(arguments: CommandArguments) -> None:
         """Put an `ImageArguments` in as `images`."""
         from deploy.machine import worker_threads
 
@@ -361,7 +361,7 @@ feed_options = _image_options(takes_script=True)
 build_options = _image_options(takes_script=True, is_required=False)
 
 
-def _take_dataset(arguments: dict[str, Any], source: str) -> Dataset:
+def _take_dataset(arguments: CommandArguments, source: str) -> Dataset:
     """Take the options on how images are read out of `arguments`; return them as a `Dataset`.
 
     `source`: path of the images; "" without.
@@ -431,7 +431,7 @@ def input_options(purpose: str) -> Decorator:
     `purpose`: what the images are for, as the help of --images begins.
     """
 
-    def gather(arguments: dict[str, Any]) -> None:
+    def gather(arguments: CommandArguments) -> None:
         """Put a `Dataset` in as `dataset`, or None without images."""
         source = arguments.pop("images")
         if source is None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from deploy.commands import base
-from deploy.commands.base import Decorator, Real
+from deploy.commands.base import CommandArguments, Decorator, Real
 from deploy.errors import ConfigError
 from deploy.targets import TARGETS, Target, find_target
 from deploy.targets.options import Option, declared_options
@@ -172,7 +172,7 @@ class TorchArguments:
         return moved_tensors
 
 
-def _gather_torch_model(arguments: dict[str, Any]) -> None:
+def _gather_torch_model(arguments: CommandArguments) -> None:
     """Put a `TorchArguments`, with a field for each option, in as `source`."""
     values = {name: arguments.pop(name) for name in TorchArguments.__slots__}
     arguments["source"] = TorchArguments(**values)
@@ -231,7 +231,7 @@ def target_options(
     return base.gathered_options(_gather_targets, (target_option, target_field_options(is_offered)))
 
 
-def _gather_targets(arguments: dict[str, Any]) -> None:
+def _gather_targets(arguments: CommandArguments) -> None:
     """Put the targets of these `names`, with the values of their fields, in as `targets`."""
     target_values = arguments.pop("target_values")  # of `target_field_options`
     arguments["targets"] = _make_targets(arguments.pop("names"), target_values)
@@ -262,7 +262,7 @@ def one_target(section: str) -> Decorator:
     return base.gathered_options(_gather_target, (target_option, field_options))
 
 
-def _gather_target(arguments: dict[str, Any]) -> None:
+def _gather_target(arguments: CommandArguments) -> None:
     """Put the target of this `name`, with the values of its fields, in as `target`."""
     target_values = arguments.pop("target_values")  # of `target_field_options`
     (arguments["target"],) = _make_targets((arguments.pop("name"),), target_values)
@@ -283,7 +283,7 @@ def target_field_options(
             field_by_name[name] = (target, option)
             options.append(_field_option(name, target, option))
 
-    def gather(arguments: dict[str, Any]) -> None:
+    def gather(arguments: CommandArguments) -> None:
         """Put the values of targets' fields in as `target_values`."""
         target_values: dict[str, dict[str, Any]] = {}
         for name, (target, option) in field_by_name.items():

@@ -19,7 +19,7 @@ from typing import Any
 import click
 
 from deploy.commands import base
-from deploy.commands.base import Real, SectionedCommand
+from deploy.commands.base import CommandArguments, Real, SectionedCommand
 from deploy.errors import ConfigError, did_you_mean
 from deploy.files.manifest import MANIFEST_NAME, SETTINGS
 from deploy.tuning import CPU_NAMES, PREFERENCES
@@ -246,7 +246,7 @@ min_speedup_option = base.search_option(
 )
 
 
-def _gather_tuning(arguments: dict[str, Any]) -> None:
+def _gather_tuning(arguments: CommandArguments) -> None:
     """Put a `Tuning` in as `tuning`, and the limits as `gates`."""
     from deploy.report.verdict import Gates
     from deploy.tuning.search_options import Tuning

@@ -10,7 +10,6 @@ With images the result is measured: a record through the fake-quant model, compa
 model; a converted Q/DQ model in the NPU's integers, compared with the Q/DQ model itself.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -140,7 +139,7 @@ def deploy(
         subject,
         recipe,
         scales_path=scales_path,
-        model_source={"name": loaded.name, "sha256": loaded.digest},
+        model_sha256=loaded.digest,
         qdq_model=None,
         out=Path(out),
         threads=worker_threads(threads),
@@ -187,7 +186,7 @@ def convert(  # noqa: D417
         CalibrationSubject(loaded=loaded, sample_count=0, user_model=qdq_model),
         recipe,
         scales_path=path,
-        model_source={"name": path.stem, "sha256": model_digest(qdq_model)},
+        model_sha256=model_digest(qdq_model),
         qdq_model=qdq_model,
         out=Path(out),
         threads=worker_threads(threads),
@@ -202,7 +201,7 @@ def _write_files(
     recipe: Recipe,
     *,
     scales_path: Path,
-    model_source: Mapping[str, str],
+    model_sha256: str,
     qdq_model: onnx.ModelProto | None,
     out: Path,
     threads: int,
@@ -216,7 +215,7 @@ def _write_files(
         subject: the float model, which is not calibrated.
         recipe: model, layers and scales that the files are made of.
         scales_path: file that the scales were read from.
-        model_source: name and sha256 of the user's model, for the manifest.
+        model_sha256: digest of the user's model, for the manifest.
         qdq_model: the user's Q/DQ model, to compare the accuracy with; None compares it with the
             float model.
         out: output folder.
@@ -265,7 +264,7 @@ def _write_files(
         scale_bytes = read_bytes(scales_path, what="a file of scales", error=ConfigError)
         origin = {
             "versions": {"calib8": __version__},
-            "model": model_source,
+            "model": {"name": loaded.name, "sha256": model_sha256},
             "shapes": sample_shapes(feed),
             "scales": {"name": scales_path.name, "sha256": sha256(scale_bytes)},
             "targets": [target.name],

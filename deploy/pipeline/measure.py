@@ -217,7 +217,10 @@ def list_engines(loaded: LoadedModel, results: Sequence[BuildResult]) -> Figures
     """Return the engines of a build without images: their files, without figures."""
     size = len(read_float_model(loaded))
     float_row = EngineRow(label="FP32", reference=True, size_bytes=size)
-    return Figures(engines=(float_row, *_make_rows(results, _Measurements())))
+    no_measurements = _Measurements(
+        engines={}, timed_sessions={}, latency={}, accuracy={}, failures={}, threads=None
+    )
+    return Figures(engines=(float_row, *_make_rows(results, no_measurements)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,12 +315,12 @@ class _Measurements:
         threads: threads inside one inference; None if nothing was run.
     """
 
-    engines: Mapping[str, _OpenedEngine] = field(default_factory=dict)
-    timed_sessions: Mapping[str, Session] = field(default_factory=dict)
-    latency: Mapping[str, Latency] = field(default_factory=dict)
-    accuracy: Mapping[str, Accuracy] = field(default_factory=dict)
-    failures: Mapping[str, str] = field(default_factory=dict)
-    threads: int | None = None
+    engines: Mapping[str, _OpenedEngine]
+    timed_sessions: Mapping[str, Session]
+    latency: Mapping[str, Latency]
+    accuracy: Mapping[str, Accuracy]
+    failures: Mapping[str, str]
+    threads: int | None
 
 
 @phase("loading the engines")

@@ -54,6 +54,7 @@ _TEXT_BY_PRESET = {
 _AS_FED = "with the present preprocessing"
 
 Outputs = Mapping[str, Array]
+LabelledSample = tuple[Outputs, int | None]  # inputs in the reading in use, label or None
 
 
 class Reading(NamedTuple):
@@ -193,7 +194,7 @@ def find_better_reading(
     with_scales = finds_few_boxes or has_labels
     for reading in list_readings(calibration, current_preprocess, with_scales=with_scales):
         # without labels the same samples are read again, one at a time
-        samples: Iterable[tuple[Outputs, int | None]] = labelled_samples
+        samples: Iterable[LabelledSample] = labelled_samples
         if not has_labels:
             samples = ((inputs, None) for inputs in evaluation_set.subset.spread_samples(SAMPLES))
         scores = score_reading(
@@ -217,7 +218,7 @@ def _is_convertible(calibration: CalibrationResult) -> bool:
 
 
 def score_reading(
-    samples: Iterable[tuple[Outputs, int | None]],
+    samples: Iterable[LabelledSample],
     current_scores: Sequence[Floats],
     score: Callable[[Outputs, int | None], Floats],
     current_preprocess: Preprocess,
@@ -229,7 +230,7 @@ def score_reading(
     the module). Once that is so whatever the remaining samples hold, they are not run.
 
     Args:
-        samples: (inputs in the reading in use, label or None) of each sample.
+        samples: the samples.
         current_scores: scores of each sample in the reading in use.
         score: (inputs, label or None) -> `sample_scores` of the float model's outputs.
         current_preprocess: the reading in use.
@@ -254,7 +255,7 @@ def score_reading(
     return scores
 
 
-def read_labelled(evaluation: Feed | None) -> list[tuple[Outputs, int | None]]:
+def read_labelled(evaluation: Feed | None) -> list[LabelledSample]:
     """Return spread evaluation samples with their labels; none without labels of classes."""
     if evaluation is None or not evaluation.labels:
         return []

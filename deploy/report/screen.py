@@ -704,7 +704,7 @@ def _machine(report: Findings) -> Iterator[str]:
     """Yield the devices, the CPU with its threads and int8 instructions, and the files."""
     yield from entries("Device", report.device_texts)
     if report.machine:
-        text = f"{report.machine.cpu}, {counted(report.machine.cores, 'core')}"
+        text = report.machine.cpu_text
         threads = [engine.threads for engine in report.engines if engine.threads is not None]
         if threads:
             text += f", {counted(max(threads), 'thread')} used"

@@ -297,7 +297,7 @@ def _machine(report: Findings) -> Sections:
     if machine := report.machine:
         versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
         facts = [
-            f"CPU: {machine.cpu}, {counted(machine.cores, 'core')}",
+            f"CPU: {machine.cpu_text}",
             f"int8 instructions: {', '.join(machine.int8) or 'none found'}",
             *(f"Device: {device}" for device in report.device_texts),
             f"System: {machine.os}",
