@@ -22,7 +22,7 @@ from deploy.runtimes.ort import OrtSession
 from deploy.targets import TensorRT
 from deploy.targets.tensorrt import trtexec
 from deploy.targets.tensorrt.float_types import FIRST_OPSET_BY_TYPE, narrow_float_part, round_scales
-from deploy.targets.tensorrt.trtexec import ParserRequirements
+from deploy.targets.tensorrt.trtexec import ParserRequirements, find_unsupported_option
 from deploy.tuning.search_options import Tuning
 from tests.models import read_target
 from tests.vendor_models import build_net, parse_nodes
@@ -414,6 +414,24 @@ def test_dla_commands_match_tensorrt_versions(lines, tmp_path, version, files):
     assert "JetPack 7.2.2" in text
     for last_version in ("10.7 DLA", "11.4.0 have no DLA"):
         assert last_version in text
+    assert ("does not support --dla" in text) == (version == "10.8.0")
+
+
+@pytest.mark.parametrize(
+    ("options", "supporting", "lacking"),
+    [
+        ({"precision": "fp8"}, ["10.2.0", "11.0.0"], ["8.6.1", "10.1.0"]),
+        ({"dla": True}, ["8.6.1", "10.7.0", "11.4.1"], ["10.8.0", "11.4.0"]),
+        ({"rest": "bf16"}, ["9.0.0", "11.0.0"], ["8.6.1"]),
+        ({}, ["8.6.1", "10.3.0", "11.0.0"], []),
+    ],
+)
+def test_option_that_version_lacks_is_named(options, supporting, lacking, wording):
+    target = TensorRT(**options)
+    for version in supporting:
+        assert not [*find_unsupported_option(target, version)]
+    for version in lacking:
+        wording.check(next(find_unsupported_option(target, version)))
 
 
 def test_trtexec_script_runs_from_any_folder(lines, small_cnn, tmp_path):

@@ -303,9 +303,13 @@ class TensorRT(TensorrtOptions, Target):
         if engine is not None:
             files["TensorRT engine"] = engine
         dla_notes = [_DLA_NOTE] if self.dla else []
-        # that `version` cannot read the model does not matter if it is a default, not the user's,
-        # and the TensorRT of this machine has built an engine
-        is_alerted = engine is None or self.version is not None
+        # what `version` cannot do does not matter if it is a default, not the user's, and the
+        # TensorRT of this machine has built an engine
+        alerts: list[str] = []
+        if engine is None or self.version is not None:
+            alerts += trtexec.find_unsupported_option(self, version)
+            if unread_model is not None:
+                alerts.append(unread_model.alert)
         return BuildResult(
             target=self.name,
             engine=engine,
@@ -318,7 +322,7 @@ class TensorRT(TensorrtOptions, Target):
             method=request.chosen_ranges.chosen_by,
             ranges=cache_contents.cache_ranges(request.model, calibrated_model.ranges, version),
             notes=(*model_notes, *lowering_notes, *dla_notes, *engine_notes),
-            alerts=(unread_model.alert,) if is_alerted and unread_model is not None else (),
+            alerts=tuple(alerts),
             error=failure,
         )
 

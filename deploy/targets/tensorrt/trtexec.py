@@ -12,7 +12,7 @@ calibrators and FP8 (before 10.2 only for matrix products).
 from __future__ import annotations
 
 import shlex
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -291,6 +291,27 @@ def find_unread_model(
         first_versions.append(requirements[QDQ_MODEL].first_version())
     first_version = min(filter(None, first_versions), key=version_label, default=None)
     return UnreadModel(version, reasons[0], first_version)
+
+
+def find_unsupported_option(options: TensorrtOptions, version: str) -> Iterator[str]:
+    """Yield a warning of an option that TensorRT `version` certainly does not support."""
+    label = version_label(version)
+    features = features_of(version)
+    flag = ""
+    if options.precision == FP8 and not features.fp8:
+        flag = "--precision fp8"
+        first_version = ParserRequirements(opset=0).first_version("fp8")
+    elif options.dla and not features.dla and label >= version_label(_FIRST_WITHOUT_DLA):
+        flag = "--dla"
+        first_version = ParserRequirements(opset=0).first_version("dla")
+    elif options.rest == BF16 and label < version_label(_FIRST_WITH_TYPE[BF16]):
+        flag = "--rest bf16"
+        first_version = _FIRST_WITH_TYPE[BF16]
+    if flag:
+        yield (
+            f"TensorRT {version} does not support {flag}; give --trt-version {first_version} or"
+            f" newer if the device has it, else leave {flag} out"
+        )
 
 
 def _common_flags(options: TensorrtOptions, request: BuildRequest) -> list[str]:
