@@ -581,8 +581,7 @@ def test_languages_read_each_others_caches(cpp, small_cnn, pictures, tmp_path, w
     assert saved == {"saved": True}
     assert store.read_cache_text(cache) == (b"TRT-8601-x\n", theirs)
     for layers in ({}, {"/exp": "e", "/mul": "m"}):
-        note = store.make_note_without_statistics(b"TRT-8601-x\n", theirs, float32_layers=layers)
-        side.write_bytes(note)
+        store.write_note_without_statistics(cache, b"TRT-8601-x\n", theirs, layers)
         assert cpp("kept", path=str(cache)).get("float32_layers", {}) == layers
         assert store.read_cache_text(cache) == (b"TRT-8601-x\n", theirs)
     side.write_text(side.read_text().replace("Entropy", "MinMax"))

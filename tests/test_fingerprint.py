@@ -170,8 +170,7 @@ def test_tensorrt_cache_needs_trust(calibrate_small, tmp_path, wording):
     cache = shutil.copy(GOLDEN_CACHE, tmp_path / "m.cache")
     tensorrt_fields = {"method": "EntropyCalibration2", "versions": {"tensorrt": "8.6.1"}}
     fingerprint = replace(FINGERPRINT, program=TENSORRT, **tensorrt_fields)
-    note_path, _ = store.sidecars(cache)
-    note_path.write_bytes(store.make_note_without_statistics(cache.read_bytes(), fingerprint))
+    store.write_note_without_statistics(cache, cache.read_bytes(), fingerprint, float32_layers={})
     assert store.read_cache_text(cache) == (cache.read_bytes(), fingerprint)
     with pytest.raises(CacheError) as refusal:
         store.load_calibration(cache)

@@ -217,17 +217,25 @@ def save_calibration(
     _write(path, cache_text, packed, seal_json(document))
 
 
-def make_note_without_statistics(
-    text: bytes, fingerprint: Fingerprint, *, float32_layers: Mapping[str, str] | None = None
-) -> bytes:
-    """Return the JSON beside a cache that has no statistics, such as one that TensorRT wrote.
+def write_note_without_statistics(
+    path: Path, text: bytes, fingerprint: Fingerprint, float32_layers: Mapping[str, str]
+) -> Path:
+    """Write the JSON beside a cache that has no statistics, such as one that TensorRT wrote.
 
-    `float32_layers`: node -> its output tensor, of nodes that overflow float16; only C++ reads it.
+    Return its path.
+
+    Args:
+        path: path of the cache.
+        text: content of the cache.
+        fingerprint: what the calibration depended on.
+        float32_layers: node -> its output tensor, of nodes that overflow float16; only C++ reads
+            it.
     """
     document = _make_document(text, fingerprint)
     if float32_layers:
         document["float32_layers"] = float32_layers
-    return seal_json(document)
+    json_path, _ = sidecars(path)
+    return atomic.write_bytes(json_path, seal_json(document))
 
 
 def _make_document(text: bytes, fingerprint: Fingerprint) -> dict[str, Any]:

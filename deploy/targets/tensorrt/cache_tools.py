@@ -20,7 +20,6 @@ from deploy.calibration.reuse import make_fingerprint
 from deploy.calibration.trt_cache import CalibrationCache
 from deploy.errors import CacheError, counted, list_first
 from deploy.feed.calibrator import CalibratorScript
-from deploy.files import atomic
 from deploy.files.manifest import SETTINGS, sha256
 from deploy.files.reading import MAX_TEXT_BYTES, read_bytes
 from deploy.frontends import load
@@ -453,8 +452,4 @@ def write_cache_note(
         model={"graph": model_digest(float_model), "file": file_digest},
         method=request.chosen_ranges.chosen_by,
     )
-    note_bytes = store.make_note_without_statistics(
-        cache_bytes, fingerprint, float32_layers=float32_nodes
-    )
-    note_path, _ = store.sidecars(cache_path)
-    return atomic.write_bytes(note_path, note_bytes)
+    return store.write_note_without_statistics(cache_path, cache_bytes, fingerprint, float32_nodes)

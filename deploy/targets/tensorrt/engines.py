@@ -103,8 +103,7 @@ def load_gpu_cache(path: Path, fingerprint: Fingerprint) -> bytes | None:
 def store_gpu_cache(path: Path, data: bytes, fingerprint: Fingerprint) -> None:
     """Write the cache, then its fingerprint."""
     atomic.write_bytes(path, data)
-    note_path, _ = store.sidecars(path)
-    atomic.write_bytes(note_path, store.make_note_without_statistics(data, fingerprint))
+    store.write_note_without_statistics(path, data, fingerprint, float32_layers={})
 
 
 _TIMING_CACHE = "tensorrt.timing"
