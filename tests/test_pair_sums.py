@@ -117,7 +117,7 @@ def test_rounded_weights_keep_scale_and_fit(fits):
     inputs = np.abs(np.random.default_rng(5).normal(size=(1, 8 * 9, 400))).astype(np.float32)
     scales = pair_scales(layer.array, weight_scales(layer.array, 0))
     broadcast_scales = scales.astype(np.float64).reshape(-1, 1, 1, 1)
-    rounding = round_weight(layer, broadcast_scales, LayerInputs(inputs), fits_pairs=fits)
+    rounding = round_weight(layer, broadcast_scales, LayerInputs(inputs), limits_pair_sums=fits)
     assert (rounding.weight != layer.array).any()
     rounded = find_weighted_layers(with_constants(model, {"w": rounding.weight}))[1].array
     new_scales = pair_scales(rounded, weight_scales(rounded, 0))

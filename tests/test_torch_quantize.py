@@ -758,19 +758,19 @@ def test_weight_scales_equal_the_builds(layer, depthwise):
     weight = layer.weight.detach()
     is_transposed = isinstance(layer, nn.ConvTranspose2d)
     for axis in (None, 1 if is_transposed else 0):
-        full = weight_quantizer(layer, axis, 8, fits_pairs=False).scales(weight)
-        fitted = weight_quantizer(layer, axis, 8, fits_pairs=True).scales(weight)
+        full = weight_quantizer(layer, axis, 8, limits_pair_sums=False).scales(weight)
+        fitted = weight_quantizer(layer, axis, 8, limits_pair_sums=True).scales(weight)
         rows = weight.transpose(0, 1) if is_transposed else weight
         expected = full if depthwise else pair_scales(rows.numpy(), full.numpy())
         assert np.allclose(fitted, expected, rtol=1e-7)
         assert fitted.shape == full.shape
-    assert weight_quantizer(layer, 0, 7, fits_pairs=True).minimum_scales is None
+    assert weight_quantizer(layer, 0, 7, limits_pair_sums=True).minimum_scales is None
 
 
 def test_learned_scale_has_a_minimum():
     layer = nn.Linear(8, 3)
     nn.init.constant_(layer.weight, 1.0)
-    quant = weight_quantizer(layer, 0, 8, fits_pairs=True)
+    quant = weight_quantizer(layer, 0, 8, limits_pair_sums=True)
     scale = quant.learn(layer.weight)
     with torch.no_grad():
         scale.copy_(scale / 2)

@@ -185,10 +185,14 @@ def test_following_ranges_stay_in_bounds():
     calibrate(prepared, [x])
     set_phase(prepared, observe=True, quantize=False)
     prepared(x)
-    bounded = [q for q in observers_of(prepared).values() if q.reach is not None]
-    assert {tuple(np.round(q.reach[:2], 4)) for q in bounded} >= {(-8, 8), (-3, 3), (-10, np.inf)}
+    bounded = [q for q in observers_of(prepared).values() if q.saturation_limits is not None]
+    assert {tuple(np.round(q.saturation_limits[:2], 4)) for q in bounded} >= {
+        (-8, 8),
+        (-3, 3),
+        (-10, np.inf),
+    }
     for quant in bounded:
-        low, high, _ = quant.reach
+        low, high, _ = quant.saturation_limits
         step = float(quant.scale)  # an exact 0 moves the ends by less than one
         assert low - step <= float(quant.lo)
         assert float(quant.hi) <= high + step

@@ -129,7 +129,7 @@ def _parse_number(flag: str, text: str) -> float:
         raise ConfigError(f"{flag} takes numbers such as 0.5 or 1/255, got {text!r}") from error
 
 
-# shape and dtype of files without a header, which `take_source` takes out
+# shape and dtype of files without a header, which `pop_source` takes out
 raw_options = partial(
     base.add_options,
     options=(
@@ -149,7 +149,7 @@ raw_options = partial(
 )
 
 
-def take_source(arguments: CommandArguments, source: str) -> str | RawFiles:
+def pop_source(arguments: CommandArguments, source: str) -> str | RawFiles:
     """Return the source of the images, with the shape and dtype of files without a header.
 
     Shape and dtype, the values of `raw_options`, are taken out of `arguments`.
@@ -179,7 +179,7 @@ def take_source(arguments: CommandArguments, source: str) -> str | RawFiles:
     return RawFiles(source, shape=shape, dtype=dtype)
 
 
-def take_limit(arguments: CommandArguments) -> Limit:
+def pop_limit(arguments: CommandArguments) -> Limit:
     """Take --limit and --stride out of `arguments`; return them, None without any."""
     from deploy.feed.sampling import Choice
 
@@ -322,7 +322,7 @@ def _image_options(*, takes_script: bool, is_required: bool = True) -> Decorator
         if is_required and not source and not script:
             refuse_no_images()
         arguments["images"] = ImageArguments(
-            dataset=_take_dataset(arguments, source),
+            dataset=_pop_dataset(arguments, source),
             script=script,
             until_stable=take_stable_share(arguments),
             threads=worker_threads(arguments.pop("threads")),
@@ -361,7 +361,7 @@ feed_options = _image_options(takes_script=True)
 build_options = _image_options(takes_script=True, is_required=False)
 
 
-def _take_dataset(arguments: CommandArguments, source: str) -> Dataset:
+def _pop_dataset(arguments: CommandArguments, source: str) -> Dataset:
     """Take the options on how images are read out of `arguments`; return them as a `Dataset`.
 
     `source`: path of the images; "" without.
@@ -369,10 +369,10 @@ def _take_dataset(arguments: CommandArguments, source: str) -> Dataset:
     from deploy.feed.feed import Dataset
 
     return Dataset(
-        source=take_source(arguments, source),
+        source=pop_source(arguments, source),
         preprocess=parse_preprocess({name: arguments.pop(name) for name in PREPROCESS}),
         skip_bad=arguments.pop("skip_bad"),
-        limit=take_limit(arguments),
+        limit=pop_limit(arguments),
         max_pixels=arguments.pop("max_pixels"),
         batch_axis=arguments.pop("batch_axis"),
         states=dict(map(_parse_state, arguments.pop("states"))),
@@ -437,7 +437,7 @@ def input_options(purpose: str) -> Decorator:
         if source is None:
             base.refuse_image_flags()
         # also without images: it takes their options out of the arguments
-        dataset = _take_dataset(arguments, source or "")
+        dataset = _pop_dataset(arguments, source or "")
         arguments["dataset"] = dataset if source else None
 
     return base.gathered_options(gather, _feed_options(help_text=f"{purpose}: {SOURCES}."))

@@ -15,9 +15,9 @@ from deploy.commands.base import quietable
 from deploy.commands.calibration_options import given_method_flags, method_options
 from deploy.commands.image_options import (
     parse_preprocess,
+    pop_source,
     preprocess_options,
     raw_options,
-    take_source,
 )
 from deploy.commands.model_options import TorchArguments, one_target, torch_options
 from deploy.errors import ConfigError
@@ -110,16 +110,17 @@ def export(
         )
         say(str(agreement))
     else:
-        # takes --raw-shape and --raw-dtype out, so that the options of preprocessing remain
-        image_source = take_source(image_options, images or "") or None
+        # this removes --raw-shape and --raw-dtype: only the options of preprocessing remain
+        image_source = pop_source(image_options, images or "")
+        preprocess = parse_preprocess(image_options)
         result = export_quantized(
             module,
             inputs,
-            image_source,
+            image_source or None,
             target=target,
             mode=mode,
             method=method,
-            preprocess=parse_preprocess(image_options),
+            preprocess=preprocess,
             limit=limit,
             leaves=leaves,
             skip=skip,

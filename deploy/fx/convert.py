@@ -57,23 +57,23 @@ class RangeMonitor(nn.Identity):
 
     Attributes:
         name: name of the observed tensor.
-        reach: range beyond which all readers saturate; None if they do not.
+        saturation_limits: values beyond which all readers of the tensor saturate; None without.
     """
 
-    def __init__(self, name: str, reach: RangeLimits | None):
+    def __init__(self, name: str, saturation_limits: RangeLimits | None):
         super().__init__()
         self.name = name
-        self.reach = reach
+        self.saturation_limits = saturation_limits
 
 
 def insert_monitors(graph_module: fx.GraphModule, quantizer: FakeQuant, sources: Sources) -> None:
     """Insert a `RangeMonitor` on each of `sources`; the quantizer takes its range from them."""
-    quantizer.monitors = []
-    for number, (node, reach) in enumerate(sources):
-        monitor = RangeMonitor(node.name, reach)
+    quantizer.range_monitors = []
+    for number, (node, limits) in enumerate(sources):
+        monitor = RangeMonitor(node.name, limits)
         name = add_module(graph_module, f"watch_{quantizer.name}_{number}", monitor)
         insert_call(graph_module, node, name)
-        quantizer.monitors.append(monitor)
+        quantizer.range_monitors.append(monitor)
 
 
 def insert_call(graph_module: fx.GraphModule, tensor: fx.Node, module: str) -> fx.Node:
@@ -85,9 +85,9 @@ def insert_call(graph_module: fx.GraphModule, tensor: fx.Node, module: str) -> f
         return graph_module.graph.call_module(module, (tensor,))
 
 
-def widest_reach(reaches: Iterable[RangeLimits | None]) -> RangeLimits | None:
-    """Return the smallest reach that contains all; None if one is None or there are none."""
-    limits: list[Any] = list(reaches)
+def widest_limits(all_limits: Iterable[RangeLimits | None]) -> RangeLimits | None:
+    """Return the narrowest limits that contain all; None if one is None or there are none."""
+    limits: list[Any] = list(all_limits)
     if not limits or None in limits:
         return None
     floors, ceilings, extrapolation_limits = zip(*limits, strict=True)
@@ -287,7 +287,7 @@ def _record_pass(
     handles = []
     for module in model.modules():
         # a quantizer with monitors takes its range from them, so only they are observed
-        is_observed_quantizer = isinstance(module, FakeQuant) and not module.monitors
+        is_observed_quantizer = isinstance(module, FakeQuant) and not module.range_monitors
         if is_observed_quantizer or isinstance(module, RangeMonitor):
             handles.append(module.register_forward_pre_hook(record_hook))
 
@@ -437,10 +437,12 @@ def _find_scale(
         CalibrationError: no data reached one of them.
     """
     scales = []
-    for source in quantizer.monitors or [quantizer]:
+    for source in quantizer.range_monitors or [quantizer]:
         if source not in recorders:
             raise no_range_error(quantizer.name)
-        scales.append(search.find_scale(recorders[source], quantizer.grid, source.reach))
+        scales.append(
+            search.find_scale(recorders[source], quantizer.grid, source.saturation_limits)
+        )
     return widest_range(scales, quantizer.grid)
 
 

@@ -66,8 +66,8 @@ def measure_coverage(
         quantized_classes: the user's classes with int8 weights.
     """
     class_by_name = {name: type(module) for name, module in model.named_modules()}
-    # id of each tensor that a graph reads without a layer -> whether it is a weight
-    is_weight_by_id = _find_tensors_read_by_graphs(converted)
+    # id of each tensor that a graph reads without a layer -> whether it is used as a weight
+    used_as_weight_by_id = _find_tensors_read_by_graphs(converted)
     int8_layers: list[str] = []
     float_layers: list[tuple[str, str]] = []  # (name, class)
     for name, module in converted.named_modules():
@@ -77,7 +77,7 @@ def measure_coverage(
             int8_layers.append(name)
         else:
             layer_class = class_by_name.get(name, type(module))
-            float_layers += _find_float_weights(name, layer_class, module, is_weight_by_id)
+            float_layers += _find_float_weights(name, layer_class, module, used_as_weight_by_id)
 
     quantizer_count = sum(
         isinstance(module, FixedQuant | DynamicQuant) for module in converted.modules()
@@ -98,25 +98,30 @@ def _float_reasons(converted: nn.Module) -> dict[str, str]:
 
 
 def _find_tensors_read_by_graphs(converted: nn.Module) -> dict[int, bool]:
-    """Return id of each tensor that a graph reads without a layer -> whether it is a weight.
+    """Return id of each tensor that a graph reads without a layer -> whether it is used as weight.
 
-    A tensor is a weight if an operator of `_PRODUCTS`, such as a matrix product, reads it, or reads
-    what is computed from it and other constants. Any other is added to activations, as position
-    embeddings are, or scales them.
+    It is if an operator of `_PRODUCTS`, such as a matrix product, reads it, or reads what is
+    computed from it and other constants. Any other is added to activations, as position embeddings
+    are, or scales them.
     """
-    is_weight_by_id: dict[int, bool] = {}
+    used_as_weight_by_id: dict[int, bool] = {}
     for module in converted.modules():
         if not isinstance(module, fx.GraphModule):
             continue
         constants = _find_constants(module.graph)
         for node in module.graph.find_nodes(op="get_attr"):
             key = id(tensor_of(module, node.target))
-            is_weight_by_id[key] = is_weight_by_id.get(key) or _feeds_product(node, constants)
-    return is_weight_by_id
+            used_as_weight_by_id[key] = used_as_weight_by_id.get(key) or _feeds_product(
+                node, constants
+            )
+    return used_as_weight_by_id
 
 
 def _find_float_weights(
-    name: str, layer_class: type[nn.Module], module: nn.Module, is_weight_by_id: Mapping[int, bool]
+    name: str,
+    layer_class: type[nn.Module],
+    module: nn.Module,
+    used_as_weight_by_id: Mapping[int, bool],
 ) -> list[tuple[str, str]]:
     """List a layer with float weights; or its parameters, if the graph reads them directly.
 
@@ -126,22 +131,22 @@ def _find_float_weights(
         name: qualified name of the module.
         layer_class: class of the user's module of that name.
         module: module of the converted model.
-        is_weight_by_id: see `_find_tensors_read_by_graphs`.
+        used_as_weight_by_id: id of each tensor that a graph reads without a layer -> whether it is
+            used as a weight, rather than added to activations or the like.
     """
     weight_names = []
-    # a layer of torch.nn is listed as such also if the graph reads its weight
-    is_listed_as_layer = layer_class.__module__.startswith("torch.nn.")
+    module_reads_weight = False  # as a layer does; else only the graph reads its weights
     for parameter_name, parameter in module.named_parameters(recurse=False):
         if parameter.dim() < 2:
             continue
-        if id(parameter) not in is_weight_by_id:  # the module itself reads it, as a layer does
+        if id(parameter) not in used_as_weight_by_id:  # no graph reads it, so the module does
             weight_names.append(parameter_name)
-            is_listed_as_layer = True
-        elif is_weight_by_id[id(parameter)]:
+            module_reads_weight = True
+        elif used_as_weight_by_id[id(parameter)]:
             weight_names.append(parameter_name)
     if not weight_names:
         return []
-    if is_listed_as_layer:
+    if module_reads_weight or layer_class.__module__.startswith("torch.nn."):
         return [(name or "the model itself", layer_class.__name__)]
     return [(f"{name}.{weight}".lstrip("."), "Parameter") for weight in weight_names]
 

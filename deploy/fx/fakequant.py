@@ -115,9 +115,10 @@ class FakeQuant(nn.Module):
     Attributes:
         grid: grid of the integers.
         name: name of the tensor.
-        reach: range beyond which the readers saturate (`deploy.graph.bounds`), a limit of the clip
-            range; None for no limit.
-        monitors: sources of the range; none for its own input.
+        saturation_limits: values beyond which all readers of the tensor saturate, so that lo and hi
+            need not lie outside them (`deploy.graph.bounds`); None without such limits.
+        range_monitors: the `RangeMonitor` modules that observe, in its place, the tensors from
+            which its range comes; empty if it observes its own input.
         observe: whether a forward updates the moving averages.
         enabled: whether a forward rounds.
         calls_per_batch: number of tensors that share this range.
@@ -144,9 +145,9 @@ class FakeQuant(nn.Module):
         # what a forward does: update the moving averages, round
         self.observe = False
         self.enabled = False
-        # the range and where it comes from, see `set_range` and `deploy.fx.convert`
-        self.reach: RangeLimits | None = None
-        self.monitors: list[nn.Module] = []
+        # where the range, lo to hi, comes from: `deploy.fx.prepare` and `convert` set it
+        self.saturation_limits: RangeLimits | None = None
+        self.range_monitors: list[nn.Module] = []
         self.has_range = False
         # for the moving averages, see `update`
         self.calls_per_batch = 1
@@ -205,8 +206,8 @@ class FakeQuant(nn.Module):
             raise CalibrationError(
                 f"calibration needs finite values, got NaN or Inf in {self.name}"
             )
-        if self.reach is not None:  # beyond it all readers saturate: the range need not go there
-            limits = (self.reach.floor, self.reach.ceiling)
+        if self.saturation_limits is not None:  # the range need not go beyond them
+            limits = (self.saturation_limits.floor, self.saturation_limits.ceiling)
             lo = lo.clamp(*limits)
             hi = hi.clamp(*limits)
         if self.batch_extremes is not None:

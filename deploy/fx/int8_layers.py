@@ -194,7 +194,7 @@ def _align(scale: torch.Tensor, axis: int | None, dims: int) -> torch.Tensor:
 
 
 def weight_quantizer(
-    layer: nn.Module, axis: int | None, bits: int, *, fits_pairs: bool
+    layer: nn.Module, axis: int | None, bits: int, *, limits_pair_sums: bool
 ) -> WeightQuant:
     """Return the fake quantizer for a layer's weight.
 
@@ -202,10 +202,10 @@ def weight_quantizer(
         layer: Conv, ConvTranspose or Linear.
         axis: channel axis, or None for one scale.
         bits: 2 to 8.
-        fits_pairs: limit the scales so that no x86 CPU saturates where it adds a pair of products
-            in 16 bits, see `minimum_scales`.
+        limits_pair_sums: limit the scales so that no x86 CPU saturates where it adds a pair of
+            products in 16 bits, see `minimum_scales`.
     """
-    if not fits_pairs or bits < 8:  # fewer bits never saturate
+    if not limits_pair_sums or bits < 8:  # fewer bits never saturate
         return WeightQuant(axis, bits)
     transposed = isinstance(layer, TRANSPOSED)
     groups = int(getattr(layer, "groups", 1))

@@ -35,7 +35,7 @@ from deploy.fx.convert import (
     check_classes,
     insert_call,
     insert_monitors,
-    widest_reach,
+    widest_limits,
 )
 from deploy.fx.coverage import FLOAT_REASONS, measure_coverage, refuse_unquantized
 from deploy.fx.device import device_of
@@ -293,7 +293,7 @@ def prepare(
     elif mode == "dynamic":
         _insert_dynamic(graph_module, quantized_layers=placement.per_channel_by_layer)
     else:  # weight-only: products are computed in float, which cannot saturate
-        placement = replace(placement, fits_pairs=False)
+        placement = replace(placement, limits_pair_sums=False)
     _wrap_weights(graph_module, placement, bits, linear_only=mode == "dynamic")
 
     graph_module.meta[FLOAT_REASONS] = dict(placement.reasons)
@@ -419,9 +419,9 @@ def _insert_observers(
 def _set_sources(
     graph_module: fx.GraphModule, placement: GraphPlacement, observers: Mapping[fx.Node, FakeQuant]
 ) -> None:
-    """Give each quantizer the tensors from which its range comes, and its reach, as in a build.
+    """Give each quantizer the tensors from which its range comes, and limits, as in a build.
 
-    A reach is the range beyond which all readers of a tensor saturate.
+    The limits are the values beyond which all readers of a tensor saturate.
     """
     tensors_by_group: dict[str, list[fx.Node]] = {}
     for site in placement.sites:
@@ -430,7 +430,7 @@ def _set_sources(
     for group, tensors in tensors_by_group.items():
         quantizer = observers[tensors[0]]
         sources = placement.sources[group]
-        quantizer.reach = widest_reach(reach for _, reach in sources)
+        quantizer.saturation_limits = widest_limits(limits for _, limits in sources)
         # Without monitors, the quantizer observes its own tensors. There are no sources to monitor
         # if all are inside of calls of modules.
         if sources and [node for node, _ in sources] != tensors:
@@ -513,7 +513,7 @@ def _wrap_weights(
 
         layer = module.layer if has_merged_norm else module
         axis = channel_axis(layer, placement.per_channel_by_layer[name])
-        quantizer = weight_quantizer(layer, axis, bits, fits_pairs=placement.fits_pairs)
+        quantizer = weight_quantizer(layer, axis, bits, limits_pair_sums=placement.limits_pair_sums)
         if has_merged_norm:
             module.weight_quant = quantizer
         else:

@@ -61,14 +61,16 @@ class MethodSearch:
                 " lp, percentile or minmax"
             )
 
-    def find_scale(self, recorder: Recorder, grid: Grid, reach: RangeLimits | None) -> ScaleAndZero:
+    def find_scale(
+        self, recorder: Recorder, grid: Grid, limits: RangeLimits | None
+    ) -> ScaleAndZero:
         """Return (scale, zero_point); scale 1 for a tensor that was always 0."""
         assert isinstance(recorder, Histogram)
         if recorder.amax == 0:
             return scale_on_grid(0.0, 0.0, grid)
         # a search finds a symmetric range, +-amax, and one with a zero point, lo to hi
         search = self.method.search(symmetric=grid, affine=grid)
-        clip = search_scale(recorder, search, reach if self.bounded else None)
+        clip = search_scale(recorder, search, limits if self.bounded else None)
         ends = (-clip.amax, clip.amax) if grid.symmetric else (clip.lo, clip.hi)
         return scale_on_grid(*ends, grid)
 
@@ -89,8 +91,10 @@ class IfmrSearch:
     def check(self, grid: Grid) -> None:
         """Accept any grid."""
 
-    def find_scale(self, recorder: Recorder, grid: Grid, reach: RangeLimits | None) -> ScaleAndZero:
-        """Return (scale, zero_point); scale 1 for a tensor that is almost 0. `reach` is ignored."""
+    def find_scale(
+        self, recorder: Recorder, grid: Grid, limits: RangeLimits | None
+    ) -> ScaleAndZero:
+        """Return (scale, zero_point); scale 1 for a tensor near 0. `limits` is ignored."""
         assert isinstance(recorder, IfmrHistogram)
         params = IfmrParams(bits=grid.bits, with_offset=not grid.symmetric)
         result = ifmr_streaming(recorder, params)

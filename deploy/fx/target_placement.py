@@ -53,11 +53,13 @@ class GraphPlacement:
     Attributes:
         grid: grid of the activations.
         sites: quantized tensors, in the graph's order.
-        sources: group -> the tensors whose ranges determine its scale, each with its reach.
+        sources: group -> the tensors whose ranges determine its scale, each with the
+            limits beyond which its readers saturate.
         per_channel_by_layer: qualified name of each layer in int8 -> whether its weight has a scale
             per channel, not one.
         reasons: qualified name of a layer in float -> why.
-        fits_pairs: whether weight scales are limited so that no CPU saturates.
+        limits_pair_sums: whether weights stay so small that no CPU saturates where it adds a pair
+            of products in 16 bits.
     """
 
     grid: Grid
@@ -65,7 +67,7 @@ class GraphPlacement:
     sources: Mapping[str, Sources]
     per_channel_by_layer: Mapping[str, bool]
     reasons: Mapping[str, str]
-    fits_pairs: bool
+    limits_pair_sums: bool
 
 
 def place_quantizers(
@@ -87,7 +89,8 @@ def place_quantizers(
         inputs: example inputs.
         target: the target whose plan is used.
         skip: qualified names of layers to leave in float.
-        is_opaque: tells whether nothing inside of a call of a module is quantized.
+        is_opaque: tells whether a call of a module stays one node; then nothing inside the module
+            is quantized.
 
     Raises:
         ModelError: torch.export cannot follow the graph.
@@ -116,7 +119,7 @@ def place_quantizers(
         sources=_find_sources(exported, plan),
         per_channel_by_layer=mapper.map_weights(plan),
         reasons=mapper.map_reasons(plan),
-        fits_pairs=plan.placement.fits_pairs,
+        limits_pair_sums=plan.placement.limits_pair_sums,
     )
 
 
@@ -260,15 +263,15 @@ def _group_of(tensor: str, plan: Plan) -> str:
 
 
 def _find_sources(exported: ExportedGraph, plan: Plan) -> Mapping[str, Sources]:
-    """Return group -> (node, reach) of the tensors whose ranges determine its scale.
+    """Return group -> (node, saturation limits) of the tensors whose ranges determine its scale.
 
     A group is named after one of its tensors, the owner of the scale. The plan may name other
     tensors whose ranges the scale covers; if it names none, the scale covers the owner's range.
 
-    A reach (`RangeLimits`) is the range beyond which all readers of a tensor saturate; None if some
-    reader does not.
+    The limits are the values beyond which all readers of a tensor saturate; None if some reader
+    does not.
     """
-    reach_by_tensor = find_range_limits(exported.model)
+    limits_by_tensor = find_range_limits(exported.model)
     sources: dict[str, list[tuple[fx.Node, RangeLimits | None]]] = {}
     for group in dict.fromkeys(_group_of(pair.tensor, plan) for pair in plan.pairs):
         sources[group] = []
@@ -276,5 +279,5 @@ def _find_sources(exported: ExportedGraph, plan: Plan) -> Mapping[str, Sources]:
             # a tensor inside a single call in PyTorch has no node: its range is not observed
             nodes = exported.nodes_of(source_tensor)
             if nodes:  # several have equal values: the first one will do
-                sources[group].append((nodes[0], reach_by_tensor.get(source_tensor)))
+                sources[group].append((nodes[0], limits_by_tensor.get(source_tensor)))
     return sources

@@ -64,7 +64,7 @@ class Placement:
         min_channels: op type -> layers with fewer input or output channels stay float.
         max_window: a Conv with a window of more elements stays float; 0 for no limit.
         allows_groups: whether a Conv may have groups.
-        fits_pairs: store weights so that no CPU saturates the sum of two adjacent products
+        limits_pair_sums: store weights so that no CPU saturates the sum of two adjacent products
             (`calibrators.weights`).
     """
 
@@ -84,7 +84,7 @@ class Placement:
     min_channels: Mapping[str, int] = field(default_factory=dict)
     max_window: int = 0
     allows_groups: bool = True
-    fits_pairs: bool = False
+    limits_pair_sums: bool = False
 
     @property
     def runnable_op_types(self) -> frozenset[str]:
@@ -111,7 +111,7 @@ ONNXRUNTIME = Placement(
     # more (EfficientNet-Lite0 on AVX512-VNNI: 1.86x as fast as FP32 with the first Conv in int8,
     # 2.05x without; 2.07x either way in ONNX Runtime 1.32)
     min_products=32,
-    fits_pairs=True,
+    limits_pair_sums=True,
 )
 TENSORRT = Placement(
     name="tensorrt",

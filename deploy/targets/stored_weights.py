@@ -31,7 +31,7 @@ def compute_weight_scales(
     grid: Grid,
     node: onnx.NodeProto,
     *,
-    fits_pairs: bool,
+    limits_pair_sums: bool,
 ) -> Float32Array:
     """Return the scales of a weight, float32 [C] along `axis` or [1].
 
@@ -40,15 +40,15 @@ def compute_weight_scales(
         axis: axis of the output channels; None for one scale.
         grid: integer or fp8 grid that stores it.
         node: the node that reads the weight.
-        fits_pairs: choose scales so large that no pair of adjacent weights saturates: x86 CPUs
-            without VNNI add two products in 16 bits.
+        limits_pair_sums: choose scales so large that no pair of adjacent weights saturates: x86
+            CPUs without VNNI add two products in 16 bits.
 
     Raises:
         CalibrationError: the weight is empty, or holds NaN or Inf.
     """
     weight = numpy_helper.to_array(tensor)
     scales = weight_scales(weight, axis, grid=grid)
-    if not fits_pairs or _is_depthwise(weight, node):  # depthwise kernels add no pairs
+    if not limits_pair_sums or _is_depthwise(weight, node):  # depthwise kernels add no pairs
         return scales
     rows = channel_rows(weight, node)  # output channels first
     return pair_scales(rows, scales)  # larger where a pair would saturate

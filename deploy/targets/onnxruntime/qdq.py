@@ -325,14 +325,14 @@ class _QdqWriter:
         trained_scales = self.trained_scales.get(target.node)
         scales = matching_scales(trained_scales, tensor.dims, target.axis)  # None if none fit
         # whether the sum of two products must fit 16 bits, in which older CPUs add them
-        fits_pairs = self.plan.placement.fits_pairs
-        if scales is not None and fits_pairs:
+        limits_pair_sums = self.plan.placement.limits_pair_sums
+        if scales is not None and limits_pair_sums:
             scales = fit_trained_scales(tensor, scales, node)
         if scales is None:
             scales = self.memoize(
-                (target.name, target.axis, grid, fits_pairs),
+                (target.name, target.axis, grid, limits_pair_sums),
                 lambda: compute_weight_scales(
-                    tensor, target.axis, grid, node, fits_pairs=fits_pairs
+                    tensor, target.axis, grid, node, limits_pair_sums=limits_pair_sums
                 ),
             )
         scales = self.round_scales(scales)

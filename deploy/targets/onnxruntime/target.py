@@ -70,7 +70,7 @@ class OnnxRuntime(Target):
         """The rules for this target's Q/DQ pairs."""
         from deploy.graph.placement import ONNXRUNTIME
 
-        placement = replace(ONNXRUNTIME, fits_pairs=not self.full_weights)
+        placement = replace(ONNXRUNTIME, limits_pair_sums=not self.full_weights)
         if self.int8_stem:
             placement = replace(placement, min_products=0)
         return placement

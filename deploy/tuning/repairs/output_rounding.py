@@ -150,12 +150,12 @@ class _TargetQuantization:
 
     Attributes:
         quantization_by_layer: of the layers whose weights the target rounds to nearest.
-        fits_pairs: whether the target's weights must stay so small that a CPU can add the products
-            of two neighbouring weights in 16 bits (see `calibrators.weights`).
+        limits_pair_sums: whether the target's weights must stay so small that a CPU can add the
+            products of two neighbouring weights in 16 bits (see `calibrators.weights`).
     """
 
     quantization_by_layer: dict[str, LayerQuantization]
-    fits_pairs: bool
+    limits_pair_sums: bool
 
 
 def _round_for_targets(
@@ -223,16 +223,16 @@ def _round_layer(
             continue
         scale = quantization.weight_scale
         # kernels of a depthwise layer add in 32 bits, others a pair of products in 16
-        fits_pairs = target_quantization.fits_pairs and not is_depthwise_layer
+        limits_pair_sums = target_quantization.limits_pair_sums and not is_depthwise_layer
         channel_scales = layer.to_rows(np.broadcast_to(scale, layer.array.shape))[..., 0]
         # `round_weight` never changes the largest weight that has a scale. A single scale of the
         # tensor has one such weight, equal scales of all channels have one in each channel: the
         # results differ
         is_per_tensor = scale.size == 1
-        grid_key = quantization.grid, is_per_tensor, channel_scales.tobytes(), fits_pairs
+        grid_key = quantization.grid, is_per_tensor, channel_scales.tobytes(), limits_pair_sums
         if grid_key not in rounded_by_grid:
             rounded_by_grid[grid_key] = round_weight(
-                layer, scale, inputs, quantization.grid, fits_pairs=fits_pairs
+                layer, scale, inputs, quantization.grid, limits_pair_sums=limits_pair_sums
             )
         rounded_by_target[target_name] = rounded_by_grid[grid_key]
     return rounded_by_target
@@ -250,7 +250,7 @@ def _read_target_quantization(
         if quantization.is_nearest:
             quantization_by_layer[layer.name] = quantization
     placement = target.plan(request.model).placement
-    return _TargetQuantization(quantization_by_layer, placement.fits_pairs)
+    return _TargetQuantization(quantization_by_layer, placement.limits_pair_sums)
 
 
 def find_exclusive_layers(model: onnx.ModelProto) -> list[WeightedLayer]:
@@ -279,7 +279,7 @@ def round_weight(
     inputs: LayerInputs,
     grid: Grid = INT8,
     *,
-    fits_pairs: bool = False,
+    limits_pair_sums: bool = False,
 ) -> RoundedWeight:
     """Round every weight of a layer up or down, for the least error of the layer's output.
 
@@ -289,15 +289,17 @@ def round_weight(
         inputs: of the layer; an output channel with no less error on the held-out ones is rounded
             to nearest.
         grid: grid of the stored weight.
-        fits_pairs: whether pairs of stored weights must stay so small that kernels of x86 CPUs can
-            add their products in 16 bits.
+        limits_pair_sums: whether pairs of stored weights must stay so small that kernels of x86
+            CPUs can add their products in 16 bits.
     """
     # arrays named rows or steps are [groups, C_out per group, K], K values of an input patch
     weight = layer.array.astype(np.float64)
     weight_rows = layer.to_rows(weight)
     scale_rows = layer.to_rows(np.broadcast_to(scales, weight.shape))
     steps = layer.to_rows(weight / scales)
-    is_fixed = _find_fixed(layer, steps, is_per_tensor=scales.size == 1, fits_pairs=fits_pairs)
+    is_fixed = _find_fixed(
+        layer, steps, is_per_tensor=scales.size == 1, limits_pair_sums=limits_pair_sums
+    )
 
     nearest_integers = round_to_grid(steps, grid)
     integers = nearest_integers.copy()
@@ -328,7 +330,7 @@ def round_weight(
 
 
 def _find_fixed(
-    layer: WeightedLayer, steps: Float64Array, *, is_per_tensor: bool, fits_pairs: bool
+    layer: WeightedLayer, steps: Float64Array, *, is_per_tensor: bool, limits_pair_sums: bool
 ) -> NDArray[np.bool_]:
     """Return a mask of the weights to round to nearest, so that the target's scales stay.
 
@@ -336,12 +338,12 @@ def _find_fixed(
         layer: the layer.
         steps: weight / scale, [groups, C_out per group, K], as the mask.
         is_per_tensor: whether all channels have one scale.
-        fits_pairs: as for `round_weight`.
+        limits_pair_sums: as for `round_weight`.
     """
     magnitudes = np.abs(steps)
     scale_axis = None if is_per_tensor else 2  # over which a scale holds; None: all of them
     is_fixed = magnitudes >= magnitudes.max(axis=scale_axis, keepdims=True)  # they set the scale
-    if fits_pairs:
+    if limits_pair_sums:
         _, _, in_channels, taps = layer.channel_shape
         channel_steps = steps.reshape(layer.out_channels, in_channels, taps)
         is_fixed |= tight_pair_mask(channel_steps).reshape(steps.shape)
