@@ -250,11 +250,10 @@ def _complete_pad(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
     """Write a Pad with an input of axes, from opset 18 on, with pads of all axes instead."""
     if not optional_input(node, 3):
         return [node]
-    rank = len(scope.shape(node.input[0]))
-    axes = [axis % rank for axis in scope.values(node.input[3], "axes").tolist()]
-    no_pads = np.zeros(2 * rank, np.int64)
-    pad_axes = axes + [rank + axis for axis in axes]  # pads before all axes, then those after them
-    nodes = _complete_input(node, 1, pad_axes, scope, no_pads)
+    axes = scope.values(node.input[3], "axes").tolist()
+    # pads before all axes, then those after them
+    no_pads = np.zeros(2 * len(scope.shape(node.input[0])), np.int64)
+    nodes = _complete_input(node, 1, axes, scope, no_pads)
     del node.input[3:]
     return [*nodes, node]
 
@@ -264,10 +263,9 @@ def _complete_crop(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
     axes = attributes(node).get("axes")
     if axes is None:
         return [node]
-    rank = len(scope.shape(node.input[0]))
+    nodes = _complete_input(node, 1, axes, scope)
     drop_attribute(node, "axes")
-    positive_axes = [axis % rank for axis in axes]
-    return [*_complete_input(node, 1, positive_axes, scope), node]
+    return [*nodes, node]
 
 
 def _complete_resize(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
@@ -290,12 +288,12 @@ def _complete_resize(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
 
     shape = scope.shape(node.input[0])
     rank = len(shape)
-    axes = [axis % rank for axis in attrs.get("axes", range(rank))]
+    axes = attrs.get("axes", range(rank))
     nodes: Nodes = []
     # the inputs of a Resize: 0 the data, 1 the region, and either 2 the scales or 3 the sizes
     if keeps_ratio:
         scales_name = scope.new_name(f"{node.output[0]}_ratio")
-        scales = _ratio_scales(node, scope, [shape[axis] for axis in axes])
+        scales = _ratio_scales(node, scope, [shape[axis % rank] for axis in axes])
         nodes.append(make_constant_node(scales_name, scales))
         del node.input[2:]
         node.input.append(scales_name)
@@ -309,8 +307,7 @@ def _complete_resize(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
         scope.values(node.input[1], "region")  # raises CannotRewrite if the region is computed
         # a region is the starts of all axes, then their ends; another axis goes from 0 to 1
         full_region = np.repeat([0, 1], rank).astype(np.float32)
-        region_axes = axes + [rank + axis for axis in axes]
-        nodes += _complete_input(node, 1, region_axes, scope, full_region)
+        nodes += _complete_input(node, 1, axes, scope, full_region)
     drop_attribute(node, "axes")
     drop_attribute(node, "keep_aspect_ratio_policy")
     return [*nodes, node]
@@ -336,7 +333,7 @@ def _ratio_scales(
 def _complete_input(
     node: onnx.NodeProto,
     index: int,
-    axes: list[int],
+    axes: Sequence[int],
     scope: OpsetScope,
     defaults: NDArray[Any] | None = None,
 ) -> Nodes:
@@ -348,28 +345,33 @@ def _complete_input(
     Args:
         node: its input is replaced in place.
         index: index of the input, which has a value for each of `axes`.
-        axes: positions of these values in the complete input, not negative. An input may have two
-            values for each axis, all starts before all ends: then they are the axes, and the axes
-            plus the rank.
+        axes: the axes; negative ones count from the end.
         scope: the constants, shapes and names around the node.
-        defaults: the complete input, with the values that other axes get; None for the sizes of
-            the node's first input.
+        defaults: the complete input, with the values that other axes get: one for each axis, or
+            two, all starts before all ends. None for the sizes of the node's first input.
 
     Returns:
         The nodes that make the new input, to stand before `node`.
+
+    Raises:
+        CannotRewrite: the rank is unknown.
     """
     source = node.input[0]
+    sizes = scope.shape(source)
     partial_name = node.input[index]
     complete_name = scope.new_name(f"{node.output[0]}_axes")
     node.input[index] = complete_name
 
     # first the defaults, then in place of some the values that the input has
-    complete_values = list(scope.shape(source)) if defaults is None else defaults.tolist()
+    complete_values = list(sizes) if defaults is None else defaults.tolist()
     value_count = len(complete_values)
+    positions = []  # in the complete input, of the values that the input has
+    for start in range(0, value_count, len(sizes) or 1):
+        positions += [start + axis % len(sizes) for axis in axes]
     if partial_name in scope.constants:
         partial_values = scope.values(partial_name, "values")
-        for axis, value in zip(axes, partial_values.tolist(), strict=True):
-            complete_values[axis] = value
+        for position, value in zip(positions, partial_values.tolist(), strict=True):
+            complete_values[position] = value
         if all(isinstance(value, int | float) for value in complete_values):  # no symbolic size
             constant = np.array(complete_values, partial_values.dtype)
             return [make_constant_node(complete_name, constant)]
@@ -380,7 +382,7 @@ def _complete_input(
     joined_name = scope.new_name(f"{complete_name}_both")
     order_name = scope.new_name(f"{complete_name}_order")
     order = np.arange(value_count)
-    order[axes] = value_count + np.arange(len(axes))  # these values follow the defaults
+    order[positions] = value_count + np.arange(len(positions))  # they follow the defaults
     if defaults is None:
         defaults_node = make_node("Shape", [source], defaults_name, f"{defaults_name}_Shape")
     else:
