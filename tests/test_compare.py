@@ -46,6 +46,15 @@ def sample_file(tmp_path):
     return path
 
 
+def test_random_models_are_named(model_a, tmp_path, sample_file, compare_json):
+    noisy = save(tmp_path / "b.onnx", CHAIN.replace("Relu (x)", "RandomNormalLike (x)"))
+    notes = compare_json(model_a, noisy)["notes"]
+    assert any("random: the second model" in note for note in notes)
+    noisy_twice = screen_of(noisy, model_a, "--images", sample_file)
+    assert "random: the first model" in noisy_twice
+    assert not any("random" in note for note in compare_json(model_a, model_a)["notes"])
+
+
 def screen_of(*arguments):
     return run_command("compare", *arguments)
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import onnx
 from onnx.external_data_helper import ExternalDataInfo, uses_external_data
 
+from deploy.calibration.reference_outputs import warn_of_random_outputs
 from deploy.errors import BackendError, ConfigError
 from deploy.feed.batch_axis import batch_inputs, mark_batch_axes
 from deploy.feed.bench_inputs import (
@@ -146,8 +147,11 @@ def bench(
         notes = ()
         if compares_outputs:
             accuracies = _compare_outputs(engines, feed, metric)
-            for model, path in _read_onnx_models(engines.values()):
-                notes += tuple(filter(None, [warn_of_int8_kernels(model, path.name)]))
+            (sample,) = feed.first_samples(1)
+            for label, loaded_engine in engines.items():
+                for model, path in _read_onnx_models([loaded_engine]):
+                    notes += tuple(filter(None, [warn_of_int8_kernels(model, path.name)]))
+                    notes += (*warn_of_random_outputs(model, sessions[label], sample, label),)
 
     # the latency of all engines at each batch size
     batch_sizes: list[int | None] = [*sorted(set(batches))]  # the smallest first

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from onnx import ModelProto, NodeProto
 
+from deploy.calibration.reference_outputs import warn_of_random_outputs
 from deploy.errors import ConfigError, counted
 from deploy.feed.batch_axis import batch_inputs, mark_batch_axes
 from deploy.feed.feed import Dataset, FeedSource, preprocessing_notes, to_dataset
@@ -230,7 +231,9 @@ def compare(
         )
 
     feed = _open_feed(dataset, first_model, threads, user_model=first)
-    accuracy_by_tensor = _compare_tensors(first_model, second_model, pairs, feed, threads)
+    accuracy_by_tensor, random_notes = _compare_tensors(
+        first_model, second_model, pairs, feed, threads
+    )
     node_by_output = Graph(first_model).producer
     layers: list[TensorDifference] = []
     outputs: list[TensorDifference] = []
@@ -246,6 +249,7 @@ def compare(
         outputs=tuple(outputs),
         notes=(
             *preprocessing_notes(feed),
+            *random_notes,
             *_uncompared_notes(first_model, second_model, accuracy_by_tensor),
         ),
     )
@@ -336,11 +340,11 @@ def _compare_tensors(
     pairs: Mapping[str, str],
     feed: Feed,
     threads: int | None,
-) -> dict[str, OutputAccuracy]:
+) -> tuple[dict[str, OutputAccuracy], list[str]]:
     """Compare pairs of tensors in one pass, with the tensors of one sample in memory at a time.
 
-    Return the first model's tensor -> accuracy of the second one's. Left out are tensors that hold
-    no floats, or no value in any sample.
+    Return the first model's tensor -> accuracy of the second one's, and warnings of models that
+    draw random numbers. Left out are tensors that hold no floats, or no value in any sample.
 
     Args:
         first_model: the reference.
@@ -355,6 +359,7 @@ def _compare_tensors(
     )
 
     comparison: TensorComparison | None = None
+    notes: list[str] = []
     with phase("comparing", len(feed), "samples") as show_progress, feed.samples() as samples:
         for sample in samples:
             first_tensors = first_session.run(sample)
@@ -362,14 +367,20 @@ def _compare_tensors(
             if comparison is None:  # the first run shows which tensors hold floats
                 float_pairs = dict(_select_float_pairs(pairs, first_tensors, second_tensors))
                 if not float_pairs:
-                    return {}
+                    return {}, []
+                notes += warn_of_random_outputs(
+                    first_model, first_session, sample, "the first model"
+                )
+                notes += warn_of_random_outputs(
+                    second_model, second_session, sample, "the second model"
+                )
                 comparison = TensorComparison(float_pairs, batch_inputs(feed.specs))
             comparison.add(sample, first_tensors, second_tensors)
             show_progress()
     if comparison is None:  # there was no sample
-        return {}
+        return {}, []
     accuracies = zip(comparison.pairs, comparison.result(), strict=True)
-    return {name: accuracy for name, accuracy in accuracies if not accuracy.empty}
+    return {name: accuracy for name, accuracy in accuracies if not accuracy.empty}, notes
 
 
 def _make_difference(

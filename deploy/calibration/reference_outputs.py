@@ -240,6 +240,18 @@ def _may_draw_numbers(node: onnx.NodeProto) -> bool:
     return node.op_type in RANDOM or node.domain not in ONNX_DOMAINS
 
 
+def warn_of_random_outputs(
+    model: onnx.ModelProto, session: Session, sample: Sample, name: str
+) -> Iterator[str]:
+    """Yield a warning if a model, called `name`, gives other outputs in two runs of a sample."""
+    if not any(map(_may_draw_numbers, all_nodes(model.graph))):
+        return
+    if not outputs_match(session.run(sample), session.run(sample)):
+        yield (
+            f"differences may be random: {name} gives other values each time that it runs a sample"
+        )
+
+
 def outputs_match(outputs: Mapping[str, Array], repeated: Mapping[str, Array]) -> bool:
     """Whether two outputs of a sample are equal up to float rounding."""
     return all(_is_equal_output(name, outputs, repeated) for name in outputs)
