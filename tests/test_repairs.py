@@ -2,7 +2,6 @@
 
 import json
 import math
-from pathlib import Path
 
 import numpy as np
 import onnx
@@ -10,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from calib8 import calibrate
+from calib8 import build, calibrate
 from calibrators.amct.arq import arq, arq_integers
 from calibrators.errors import CalibrationError
 from calibrators.grids import quantize_weight, weight_scales
@@ -20,7 +19,6 @@ from deploy.calibration.reference_outputs import make_evaluation_set
 from deploy.errors import ConfigError
 from deploy.frontends import load
 from deploy.method import Choices, Method
-from deploy.pipeline.build_options import BuildOptions
 from deploy.runtimes.ort import OrtSession
 from deploy.targets import TARGETS
 from deploy.targets.base import BuildRequest
@@ -200,7 +198,7 @@ def test_search_tries_rounding_without_float_layers(target, tmp_path, feed):
 
 def test_repair_is_named_or_refused(wording):
     with pytest.raises(ConfigError) as refusal:
-        BuildOptions(targets=(), out=Path("build"), repairs="bias")
+        build("model.onnx", repairs="bias")
     wording.check(refusal.value)
 
 

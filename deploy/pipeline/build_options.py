@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import wraps
 from inspect import signature
 from numbers import Integral, Real
@@ -153,7 +153,7 @@ class CalibrationOptions:
     """
 
     method: str | Method | None = None
-    cache: CachePolicy = field(default_factory=CachePolicy)
+    cache: CachePolicy
     until_stable: float | None = None
     threads: int | None = None
     float_nodes: tuple[str, ...] = ()
@@ -199,19 +199,19 @@ class BuildOptions:
         ConfigError: another name of a repair.
     """
 
-    calibration: CalibrationOptions = field(default_factory=CalibrationOptions)
+    calibration: CalibrationOptions
     targets: Sequence[Target]
     out: Path
-    float_model: UserModel | None = None
-    evaluation: Dataset | None = None
-    labels: ImageLabels | None = None
-    metric: str | Function | None = None
-    task: str | None = None
-    duration_s: float | None = None
-    tuning: Tuning = field(default_factory=Tuning)
-    gates: Gates = field(default_factory=Gates)
-    repairs: str | None = None
-    settings: str | None = None
+    float_model: UserModel | None
+    evaluation: Dataset | None
+    labels: ImageLabels | None
+    metric: str | Function | None
+    task: str | None
+    duration_s: float | None
+    tuning: Tuning
+    gates: Gates
+    repairs: str | None
+    settings: str | None
 
     def __post_init__(self) -> None:
         """Refuse the name of an unknown repair."""

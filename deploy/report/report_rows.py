@@ -153,12 +153,11 @@ class FloatGroup:
     """Float nodes that share an operator and a reason, on one or several targets.
 
     Attributes:
-        op, precision, reason: of each node.
+        op, reason: of each node.
         nodes: target -> names of its nodes.
     """
 
     op: str
-    precision: str
     reason: str
     nodes: Mapping[str, tuple[str, ...]]
 
@@ -190,9 +189,9 @@ def float_groups(targets: Sequence[TargetPart]) -> tuple[FloatGroup, ...]:
             names_by_target.setdefault(target.name, []).append(node.name)
 
     groups = []
-    for (op, precision, reason), names_by_target in names_by_group.items():
+    for (op, _, reason), names_by_target in names_by_group.items():
         nodes = {target: tuple(names) for target, names in names_by_target.items()}
-        groups.append(FloatGroup(op, precision, reason, nodes))
+        groups.append(FloatGroup(op, reason, nodes))
     return tuple(sorted(groups, key=_float_rank))
 
 

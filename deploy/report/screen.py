@@ -433,10 +433,9 @@ def next_steps(report: Findings) -> Iterator[str]:
             continue
         if verdict.level == UNUSABLE:
             unusable_targets.add(target.name)
-        options_file = path_of(report.files, OPTIONS)
-        if verdict.assumes_inputs and options_file:
-            command = f"calib8 build --config {shlex.quote(options_file)} --preprocess NAME"
-            yield f"unless the model was trained with pixels / 255: {command}"
+        command = _repeat_command(report)
+        if verdict.assumes_inputs and command:
+            yield f"unless the model was trained with pixels / 255: {command} --preprocess NAME"
         steps = list(_rebuild_steps(report, target, verdict))
         # an engine is not used while its verdict may be wrong
         if not steps and not verdict.is_in_question:
@@ -449,7 +448,7 @@ def next_steps(report: Findings) -> Iterator[str]:
 
 def _script_steps(report: Findings, target: TargetPart) -> Iterator[str]:
     """Yield how to run a target's scripts; for a model that its TensorRT cannot read, a build."""
-    options_file = path_of(report.files, OPTIONS)
+    command = _repeat_command(report, target)
     for file in target.files:
         if file.role in _SCRIPT_STEPS:
             machine, arguments = _SCRIPT_STEPS[file.role]
@@ -457,8 +456,8 @@ def _script_steps(report: Findings, target: TargetPart) -> Iterator[str]:
         elif file.role.startswith(NEWER_TRTEXEC_SCRIPT):
             version = file.role.removeprefix(NEWER_TRTEXEC_SCRIPT)
             step = f"for TensorRT {version} or newer, which reads the model"
-            if options_file:
-                step += f": {_repeat_command(report, target)} --trt-version {version}"
+            if command:
+                step += f": {command} --trt-version {version}"
             yield step
 
 
@@ -475,29 +474,28 @@ def _rebuild_steps(report: Findings, target: TargetPart, verdict: Verdict) -> It
         verdict: on the engine.
     """
     request = report.request or RequestPart()
-    options_file = path_of(report.files, OPTIONS)  # "" without one
-    command = f"calib8 build --config {shlex.quote(options_file)}"  # repeats the build
+    command = _repeat_command(report)
     target_command = _repeat_command(report, target)
-    if options_file:
+    if command:
         for earlier in report.earlier:
             if earlier.target == target.name and earlier.split is not None:
                 yield f"as before: {target_command} --split {earlier.split}"
     if verdict.level not in (DOUBTFUL, UNUSABLE):
         return
 
-    if options_file:
+    if command:
         takes_pictures = bool(report.feed and report.feed.preprocess)
         yield from _data_steps(verdict, request, command, takes_pictures=takes_pictures)
     if verdict.is_in_question:
         return  # another build with the same data would be no better
     split = _better_split(target, verdict, request)
-    if options_file and split is not None:
+    if command and split is not None:
         speed = figures.ratio(1 / split.time)  # times are multiples of the float model's
         # the task's figure, such as "27 of 28 boxes"; "" if the search did not judge the split
         accuracy = split.figure or figures.decibels(split.sqnr_db)
         yield f"for {accuracy} at about {speed}: {target_command} --split {split.number}"
     engine = report.engine_by_target.get(target.name)
-    if options_file and request.is_quantized and engine is not None and engine.accuracy is None:
+    if command and request.is_quantized and engine is not None and engine.accuracy is None:
         yield f"measure it: {command} --images PATH"
     if request.is_quantized:
         # the reference is the model of --float; without --float the Q/DQ model itself
@@ -506,8 +504,9 @@ def _rebuild_steps(report: Findings, target: TargetPart, verdict: Verdict) -> It
             float_path = "FLOAT.onnx"
         float_build = f"calib8 build {shlex.quote(float_path)} --images FOLDER"
         yield f"the float model that it was made from: {float_build}"
-    elif options_file and not verdict.gated:  # gated: the engine misses a limit of the user's
+    elif command and not verdict.gated:  # gated: the engine misses a limit of the user's
         effort = request.effort.get(target.name, 0)  # of the target's search, 0 for none
+        options_file = path_of(report.files, OPTIONS)
         yield from _effort_steps(request, effort, options_file, command)
         if report.model:
             yield f"use the float model: {report.model.path}"
@@ -516,10 +515,16 @@ def _rebuild_steps(report: Findings, target: TargetPart, verdict: Verdict) -> It
         yield f"calib8 explain {shlex.quote(str(PurePath(page).parent))}"
 
 
-def _repeat_command(report: Findings, target: TargetPart) -> str:
-    """Return the command that repeats the build of one target, for a build with options' file."""
-    command = f"calib8 build --config {shlex.quote(path_of(report.files, OPTIONS))}"
-    if len(report.targets) > 1:
+def _repeat_command(report: Findings, target: TargetPart | None = None) -> str:
+    """Return the command that repeats the build; "" without its file of options.
+
+    `target`: the only one that is built; None builds all.
+    """
+    options_file = path_of(report.files, OPTIONS)
+    if not options_file:
+        return ""
+    command = f"calib8 build --config {shlex.quote(options_file)}"
+    if target is not None and len(report.targets) > 1:
         command += f" --target {target.name}"
     return command
 
