@@ -39,7 +39,7 @@ from calibrators.amct.recorders import (
 )
 from calibrators.errors import CalibrationError
 from calibrators.grids import Float32Array
-from calibrators.scales import Scale
+from calibrators.scales import Scales
 from calibrators.statistics import Statistic
 from deploy.calibration.observation import Observation, ObservedStatistics, Variant
 from deploy.errors import ConfigError, FeedError
@@ -58,6 +58,7 @@ from deploy.targets.ascend.record import (
     NO_DMQ_FACTORS,
     InputRecorder,
     LayerRecord,
+    Records,
     clip_range,
     search_activation_scale,
 )
@@ -134,8 +135,8 @@ class CalibrationRecord:
         refusals: layer without a record -> why it does not fit the hardware.
     """
 
-    records: dict[str, LayerRecord]
-    ranges: dict[str, Scale]
+    records: Records
+    ranges: Scales
     zero_layers: tuple[str, ...]
     refusals: Mapping[str, str] = field(default_factory=dict)
 
@@ -329,7 +330,7 @@ class RecordPlan:
 
     def _make_calibration_record(
         self,
-        records: dict[str, LayerRecord],
+        records: Records,
         searched_inputs: Iterable[tuple[str, Observation, AscendScale]],
         observed: ObservedStatistics,
     ) -> CalibrationRecord:

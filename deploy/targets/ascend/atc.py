@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import onnx
     from google.protobuf.message import Message
 
+    from deploy.feed.preprocess import Size
     from deploy.frontends import LoadedModel
 
 CHIP = "<chip>"  # placeholder in the command if the chip is not known
@@ -366,7 +367,7 @@ class AippSource:
     """
 
     color: str = "rgb"
-    size: tuple[int, int] | None = None
+    size: Size | None = None
     standard: str = "bt601-narrow"
 
     @property
@@ -386,7 +387,7 @@ class AippSource:
         )
 
 
-def parse_size(text: str) -> tuple[int, int]:
+def parse_size(text: str) -> Size:
     """Return (height, width) of a text such as 720x1280."""
     match = re.fullmatch(r"(\d{1,5})x(\d{1,5})", text, re.ASCII)
     if not match:

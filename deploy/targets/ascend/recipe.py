@@ -29,7 +29,7 @@ import onnx
 
 from calibrators.amct.arq import arq
 from calibrators.grids import Float32Array
-from calibrators.scales import Scale
+from calibrators.scales import Scales
 from deploy.errors import ExportError, counted
 from deploy.frontends import LoadedModel, load
 from deploy.frontends.metadata import read_metadata_preprocess
@@ -72,7 +72,7 @@ class Recipe:
     layers: QuantLayers
     config: QuantConfig | None = None
     method: str = ""
-    ranges: Mapping[str, Scale] = field(default_factory=dict)
+    ranges: Scales = field(default_factory=dict)
     float_reasons: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     alerts: tuple[str, ...] = ()
@@ -156,7 +156,7 @@ def _no_layers_error(path: Path, float_reasons: Mapping[str, str]) -> ExportErro
     )
 
 
-def _read_qdq_layers(index: Graph) -> tuple[dict[str, LayerRecord], dict[str, str]]:
+def _read_qdq_layers(index: Graph) -> tuple[Records, dict[str, str]]:
     """Read scales and offsets of all layers from their Q/DQ pairs.
 
     Returns:

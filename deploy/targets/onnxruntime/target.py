@@ -18,7 +18,7 @@ from deploy.targets.options import check_options, option
 if TYPE_CHECKING:
     import onnx
 
-    from calibrators.scales import Scale
+    from calibrators.scales import Scales
     from deploy.calibration.observation import CalibrationSubject, Observation
     from deploy.calibration.ranges import RangeSet
     from deploy.frontends.base import QdqCalibration
@@ -136,7 +136,7 @@ class OnnxRuntime(Target):
         if trained is not None and trained.all_pairs_are("uint8") and not was_float16:
             decisions = qdq_decisions(trained, request.model, self.placement)
             model = copy_message(trained.model)  # `_PairedModel.rewrite_for` changes it
-            return _PairedModel(model, decisions, dict(ranges.scales))
+            return _PairedModel(model, decisions, ranges.scales)
 
         plan = self._plan_pairs(request, ranges)
         model = write_qdq(
@@ -247,7 +247,7 @@ class OnnxRuntime(Target):
         return OrtSession.open(engine, threads=threads)
 
 
-def _ranges_of_pairs(plan: Plan, ranges: RangeSet) -> dict[str, Scale]:
+def _ranges_of_pairs(plan: Plan, ranges: RangeSet) -> Scales:
     """Return tensor -> range, for the tensors that get a pair."""
     # the layer upstream adds the shift of a gate (such as Hard-Swish, which adds 3) to its bias;
     # the sum has a pair, and the source alone has none
@@ -310,7 +310,7 @@ class _PairedModel:
 
     model: onnx.ModelProto
     decisions: tuple[Decision, ...]
-    ranges: dict[str, Scale]
+    ranges: Scales
     plan: Plan | None = None
 
     def rewrite_for(self, request: BuildRequest) -> onnx.ModelProto:

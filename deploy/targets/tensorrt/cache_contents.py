@@ -42,7 +42,7 @@ from itertools import pairwise
 import numpy as np
 import onnx
 
-from calibrators.scales import Scale
+from calibrators.scales import Scales
 from deploy.calibration import DEFAULT_TRT_VERSION, trt_cache
 from deploy.calibration.observation import (
     CalibrationSubject,
@@ -339,7 +339,7 @@ def _entry_scales(entries: Iterable[CacheTensor], ranges: RangeSet) -> dict[str,
     return {entry.name: scales[entry.owner] for entry in entries if entry.owner in scales}
 
 
-def cache_ranges(model: onnx.ModelProto, ranges: RangeSet, version: str) -> dict[str, Scale]:
+def cache_ranges(model: onnx.ModelProto, ranges: RangeSet, version: str) -> Scales:
     """Return the range of each cache entry, symmetric around 0."""
     symmetric = {}
     for entry in cache_tensors(model, version=version):

@@ -35,7 +35,7 @@ import numpy as np
 import onnx
 
 from calibrators.grids import INT8, Float32Array
-from calibrators.scales import Scale
+from calibrators.scales import Scale, Scales
 from deploy.errors import ExportError
 from deploy.frontends.pair_removal import prepare_qdq_model, remove_pairs
 from deploy.frontends.pairs import DQ, PairGrid, Q, refuse_integer_operators
@@ -143,7 +143,7 @@ def _is_fp8(plan: Plan) -> bool:
 
 def _symmetric_ranges(
     model: onnx.ModelProto, plan: Plan, scales: Mapping[str, np.float32]
-) -> dict[str, Scale]:
+) -> Scales:
     """Return tensor -> the symmetric range of its scale, which tensors of a Concat share."""
     ranges = {}
     for name, scale in concat_scales(model, plan, scales).items():

@@ -18,6 +18,8 @@ from deploy.targets.tensorrt.log import process_logger
 if TYPE_CHECKING:
     import tensorrt as trt
 
+    from deploy.targets.shape_ranges import Shape
+
 _INSTALL = "pip install 'tensorrt>=10,<11' cuda-python"
 
 
@@ -99,7 +101,7 @@ _DTYPES = {
 }
 
 
-def shape_of(shape: trt.Dims) -> tuple[int, ...]:
+def shape_of(shape: trt.Dims) -> Shape:
     """Return TensorRT's shape as a tuple, dynamic dimensions as -1."""
     return tuple(int(shape[axis]) for axis in range(len(shape)))
 

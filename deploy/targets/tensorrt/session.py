@@ -33,6 +33,7 @@ from deploy.files.reading import read_bytes
 from deploy.machine import AcceleratorInfo
 from deploy.metrics.kernels import EngineLayer
 from deploy.metrics.latency import DeviceTimes
+from deploy.targets.shape_ranges import Shape
 from deploy.targets.tensorrt.cuda import Cuda, DeviceBuffer, open_gpu
 from deploy.targets.tensorrt.inspector import layer_profiler, layers_of
 from deploy.targets.tensorrt.log import LogRecorder, create_with_logger, record_log
@@ -54,7 +55,7 @@ class OutputAllocator:
     def __init__(self, cuda: Cuda) -> None:
         self._cuda = cuda
         self.buffer: DeviceBuffer | None = None
-        self.shape: tuple[int, ...] = ()
+        self.shape: Shape = ()
         self.error: BaseException | None = None
 
     def reallocate_output(
@@ -229,7 +230,7 @@ class TensorrtSession:
         self._graph = CudaGraph(self._stream.handle) if cuda_graph else None
         # what buffers were allocated for: input -> its shape, and the bytes of its values if it
         # is a shape tensor in host memory, else b""; None before the first allocation
-        self._allocated_for: dict[str, tuple[tuple[int, ...], bytes]] | None = None
+        self._allocated_for: dict[str, tuple[Shape, bytes]] | None = None
         self._enqueue_ms = 0.0  # host time of the last launch
         # a run sets these two: its messages, and a profiler that lives while the context uses it
         self._log: LogRecorder
@@ -388,7 +389,7 @@ class TensorrtSession:
             else:
                 self._allocate_static(tensor, shape)
 
-    def _allocate_static(self, tensor: _Tensor, shape: tuple[int, ...]) -> None:
+    def _allocate_static(self, tensor: _Tensor, shape: Shape) -> None:
         """Allocate pinned host memory and, unless the tensor is on the host, device memory."""
         host_array = self._cuda.pinned(shape, tensor.buffer_dtype)
         self._host_arrays[tensor.name] = host_array
