@@ -10,7 +10,7 @@ So memory use does not depend on the outputs' size or the number of samples.
 """
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,20 +19,20 @@ import numpy as np
 import onnx
 
 from deploy.feed.evaluation import EvaluationSubset
+from deploy.feed.parallel import Sample
 from deploy.feed.sample_reader import SampleCache
 from deploy.feed.samples import Feed
 from deploy.frontends.onnx_reader import read_model
 from deploy.graph.edit import copy_message, make_node, replace_nodes
 from deploy.graph.index import ONNX_DOMAINS, PROTOBUF, RANDOM, all_nodes
 from deploy.runtimes.ort import OrtSession
+from deploy.tasks.rows import Outputs
 from deploy.tensors import Array, Session
 
 MOST_BYTES = 1 << 30  # on disk; outputs beyond this are computed again
 _MAX_NOISE_SHARE = 1e-6  # noise / signal, 60 dB: largest difference after a repair of a float model
 _NUMERIC_KINDS = "biuf"  # kinds of arrays that are stored; text has no noise
 _REPEATED_SAMPLES = 8  # run twice: random numbers may give the same class in some
-
-Sample = Mapping[str, Array]
 
 
 class ReferenceOutputs:
@@ -66,7 +66,7 @@ class ReferenceOutputs:
         self._session = session
         self._lock = threading.Lock()
 
-    def add(self, key: int, values: Mapping[str, Array]) -> None:
+    def add(self, key: int, values: Outputs) -> None:
         """Store the outputs of a sample, if it is one of those whose outputs are to be stored.
 
         If an output is missing or holds text, nothing is stored, so that `get` runs the model.
@@ -87,7 +87,7 @@ class ReferenceOutputs:
         """Whether a sample's outputs are stored."""
         return key in self._cache
 
-    def get(self, key: int, sample: Sample) -> Mapping[str, Array]:
+    def get(self, key: int, sample: Sample) -> Outputs:
         """Return a sample's outputs; thread-safe.
 
         Raises:
@@ -102,7 +102,7 @@ class ReferenceOutputs:
         self.add(key, values)
         return values
 
-    def recompute(self, sample: Sample) -> Mapping[str, Array]:
+    def recompute(self, sample: Sample) -> Outputs:
         """Return a sample's outputs, computed whatever is stored."""
         return self._open_session().run(sample)
 
@@ -192,7 +192,7 @@ class EvaluationSet:
     reference_outputs: ReferenceOutputs
     engine_outputs: dict[str, EngineOutputs] = field(default_factory=dict)
 
-    def samples_with_outputs(self, limit: int) -> Iterator[tuple[Sample, Mapping[str, Array]]]:
+    def samples_with_outputs(self, limit: int) -> Iterator[tuple[Sample, Outputs]]:
         """Yield (sample, its float outputs) of at most `limit` samples, spread over all."""
         for key, sample in self.subset.spread_with_keys(limit):
             yield sample, self.reference_outputs.get(key, sample)
@@ -252,14 +252,12 @@ def warn_of_random_outputs(
         )
 
 
-def outputs_match(outputs: Mapping[str, Array], repeated: Mapping[str, Array]) -> bool:
+def outputs_match(outputs: Outputs, repeated: Outputs) -> bool:
     """Whether two outputs of a sample are equal up to float rounding."""
     return all(_is_equal_output(name, outputs, repeated) for name in outputs)
 
 
-def _is_equal_output(
-    name: str, outputs: Mapping[str, Array], repeated: Mapping[str, Array]
-) -> bool:
+def _is_equal_output(name: str, outputs: Outputs, repeated: Outputs) -> bool:
     """Whether one output is equal up to float rounding; of integers only the shape is compared."""
     value = outputs[name]
     if name not in repeated or value.shape != repeated[name].shape:

@@ -42,6 +42,7 @@ from deploy.feed.temporary_arrays import Shape
 from deploy.graph.edit import copy_with_outputs
 from deploy.machine import trim_memory
 from deploy.runtimes.ort import BoundSession, OrtSession
+from deploy.tasks.rows import Outputs
 from deploy.tensors import Array
 
 MOST_BYTES = 1 << 26  # larger outputs are freed after each sample
@@ -62,7 +63,7 @@ class BufferedSession:
         self._can_bind = True
         self._is_trimmed = False
 
-    def run(self, sample: Sample) -> Mapping[str, Array]:
+    def run(self, sample: Sample) -> Outputs:
         """Run a sample; return the outputs, valid until the next run, which may overwrite them.
 
         Once two samples in a row have the same shapes and dtypes, the session writes its outputs
@@ -83,7 +84,7 @@ class BufferedSession:
             return self._run_unbound(sample)
         return self._bound.outputs
 
-    def _run_unbound(self, sample: Sample) -> Mapping[str, Array]:
+    def _run_unbound(self, sample: Sample) -> Outputs:
         """Run a sample without buffers; remember the shapes if its outputs may be buffered next."""
         self._bound = None
         self._input_forms = None
@@ -117,7 +118,7 @@ class Tap:
         """Run one sample; return tensor -> its values."""
         return self.select(sample, self.session.run(sample))
 
-    def select(self, sample: Sample, outputs: Mapping[str, Array]) -> dict[str, Float32Array]:
+    def select(self, sample: Sample, outputs: Outputs) -> dict[str, Float32Array]:
         """Return tensor -> its values, from a sample and the session's outputs for it."""
         values = {}
         for name in self._tensors:
