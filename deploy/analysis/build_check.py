@@ -233,7 +233,7 @@ def _read_build(
     request = report.request or RequestPart()
     loaded, reference_alerts = _load_reference(build, against, is_quantized=request.is_quantized)
     target_by_name = {target.name: target for target in targets}
-    built_targets: list[Target] = []
+    built_targets = []
     results = []  # the files of each of these targets
     for part in report.targets:
         if part.name not in TARGETS:  # it is of a newer calib8, or the report was edited

@@ -410,8 +410,8 @@ def _collect_observations(
     Raises:
         Calib8Error: no target can be built for.
     """
-    observations: dict[str, tuple[Observation, ...]] = {}
-    failures: dict[str, Calib8Error] = {}
+    observations = {}
+    failures = {}
     for target in targets:
         try:
             observations[target.name] = target.demand(subject)

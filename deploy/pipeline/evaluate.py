@@ -167,8 +167,8 @@ def find_candidates(
         engine_sessions: the engines that can be opened here. One without a session is opened again,
             in one thread.
     """
-    candidates: dict[str, Session] = {}
-    failures: dict[str, str] = {}
+    candidates = {}
+    failures = {}
     for result in results:
         session = engine_sessions.get(result.target)
         if session is not None:

@@ -375,9 +375,9 @@ def _open_engines(
         (engine -> its session and load time, engine -> why its runtime refused it, engine -> the
         runtime or device that is not here).
     """
-    engines: dict[str, _OpenedEngine] = {}
-    failures: dict[str, str] = {}
-    missing_runtimes: dict[str, str] = {}
+    engines = {}
+    failures = {}
+    missing_runtimes = {}
     for target, result in zip(targets, results, strict=True):
         path_by_engine = dict(result.baselines)
         if result.engine is not None:  # the engine has the name of its target

@@ -121,8 +121,8 @@ def build_targets(
     # without the repairs, which change its weights or biases for the sake of int8.
     if build.duration_s > 0:
         request = replace(request, unrepaired_model=build.loaded.model)
-    results: list[BuildResult] = []
-    errors: list[Calib8Error] = []
+    results = []
+    errors = []
     for target in build.options.targets:
         if target.name in calibration.failures:
             error_text = calibration.failures[target.name]

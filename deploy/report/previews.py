@@ -190,8 +190,8 @@ def example_rows(
             are left out.
         class_names: class -> name, for the boxes.
     """
-    box_rows: list[BoxRow] = []
-    class_rows: list[ClassRow] = []
+    box_rows = []
+    class_rows = []
     for example in examples:
         if example.number not in pictures:
             continue
