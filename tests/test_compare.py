@@ -46,6 +46,17 @@ def sample_file(tmp_path):
     return path
 
 
+def test_node_without_name_is_named_by_its_output(tmp_path, compare_json):
+    paths = (save(tmp_path / "a.onnx"), save(tmp_path / "b.onnx", factor=3))
+    for path in paths:
+        model = onnx.load(path)
+        for node in model.graph.node:
+            node.name = ""
+        onnx.save(model, path)
+    comparison = compare_json(*paths)
+    assert {layer["tensor"]: layer["node"] for layer in comparison["layers"]}["b"] == "b"
+
+
 def test_random_models_are_named(model_a, tmp_path, sample_file, compare_json):
     noisy = save(tmp_path / "b.onnx", CHAIN.replace("Relu (x)", "RandomNormalLike (x)"))
     notes = compare_json(model_a, noisy)["notes"]

@@ -51,7 +51,7 @@ class TensorDifference:
 
     Attributes:
         tensor: its name.
-        node: name of the first model's node that makes it.
+        node: name of the first model's node that makes it; of its first output if it has none.
         operator: operator of that node.
         accuracy: accuracy of the second model's tensor against the first's.
         module: path of its PyTorch module; "" if the file does not say.
@@ -403,7 +403,7 @@ def _make_difference(
     scopes = module_scopes(node)
     return TensorDifference(
         tensor=tensor,
-        node=node.name,
+        node=node.name or node.output[0],
         operator=node.op_type,
         module=scopes[-1] if scopes else "",
         accuracy=accuracy,

@@ -32,6 +32,7 @@ from deploy.graph.index import (
     by_name,
     count_reads,
     declared_values,
+    describe_node,
     iter_reads,
     names_of,
     runtime_inputs,
@@ -402,8 +403,8 @@ def sort_nodes(graph: onnx.GraphProto) -> bool:
         if len(later_nodes) == len(pending_nodes):
             node = later_nodes[0]
             raise ModelError(
-                f"a graph must have no cycle, got one through {node.op_type}"
-                f" '{node.name or ', '.join(node.output)}'; export the model again"
+                f"a graph must have no cycle, got one through {describe_node(node)}; export the"
+                " model again"
             )
         pending_nodes = later_nodes
 

@@ -526,6 +526,11 @@ def module_paths(model: onnx.ModelProto) -> dict[str, str]:
     return path_by_node
 
 
+def describe_node(node: onnx.NodeProto) -> str:
+    """Return the operator and name of a node as text; without a name, its outputs stand there."""
+    return f"{node.op_type} '{node.name or ', '.join(node.output)}'"
+
+
 def match_nodes(model: onnx.ModelProto, patterns: Iterable[str]) -> tuple[str, ...]:
     """Return the names of the main graph's nodes that match any pattern, in graph order.
 

@@ -50,6 +50,7 @@ from deploy.graph.index import (
     Nodes,
     all_nodes,
     attributes,
+    describe_node,
     opset_of,
     optional_input,
 )
@@ -361,7 +362,7 @@ def _lower_node(
     except CannotRewrite as error:
         raise ExportError(
             f"every node must have a form in opset {opset} that the parser reads, got"
-            f" {node.op_type} '{node.name}', which has none here: {error}; export the model"
+            f" {describe_node(node)}, which has none here: {error}; export the model"
             f" with opset {opset} or with other operators"
         ) from error
     if len(nodes) > 1 or nodes[0] != node:

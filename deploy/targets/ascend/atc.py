@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from deploy.errors import BackendError, ConfigError, ExportError, list_first
 from deploy.files.usercode import refuse_foreign_code
 from deploy.graph.edit import copy_message
-from deploy.graph.index import ONNX_DOMAINS, nested_nodes, opset_of
+from deploy.graph.index import ONNX_DOMAINS, describe_node, nested_nodes, opset_of
 from deploy.targets.base import ATC_SCRIPT, CHIP_ATC_SCRIPT, BuildRequest
 from deploy.targets.shape_ranges import ShapeRange, sample_shape_range
 from deploy.terminal import phase
@@ -460,7 +460,7 @@ def refuse_other_domains(loaded: LoadedModel) -> None:
     for node in chain.from_iterable(map(nested_nodes, nodes)):
         if node.domain not in ONNX_DOMAINS:
             raise ExportError(
-                f"atc reads operators of one domain, ONNX's own, got {node.op_type} '{node.name}'"
+                f"atc reads operators of one domain, ONNX's own, got {describe_node(node)}"
                 f" of the domain '{node.domain}'; export the model with standard ONNX operators, or"
                 " with this one in ONNX's domain if CANN has a plugin for it"
             )

@@ -28,7 +28,7 @@ from calibrators.amct.arq import ascend_range
 from deploy.errors import ModelError, counted
 from deploy.feed.parallel import Sample
 from deploy.graph.edit import copy_message, make_node, rebuild
-from deploy.graph.index import Graph, Nodes, attributes
+from deploy.graph.index import Graph, Nodes, attributes, describe_node
 from deploy.metrics.output_errors import cosine
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.ascend.deploy_model import (
@@ -175,7 +175,7 @@ class _StandardWriter:
         bits = _BITS_BY_TYPE.get(node_attributes.get("dst_type", b"INT8"))
         if bits is None or "scale" not in node_attributes:
             raise ModelError(
-                f"{node.name!r} must have a scale and dst_type INT4, INT8 or INT16, got"
+                f"{describe_node(node)} must have a scale and dst_type INT4, INT8 or INT16, got"
                 f" {node_attributes}"
             )
         offset = int(node_attributes.get("offset", 0.0))
@@ -200,7 +200,9 @@ class _StandardWriter:
         """Write an AscendAntiQuant, which restores an activation from its codes."""
         node_attributes = attributes(node)
         if node.input[0] not in self.offset_by_quant_output or "scale" not in node_attributes:
-            raise ModelError(f"{node.name!r} must have a scale and read an AscendQuant's output")
+            raise ModelError(
+                f"{describe_node(node)} must have a scale and read an AscendQuant's output"
+            )
         offset = node_attributes.get("offset", 0.0)
         values = self.emit("Sub", node.input[0], self.add_constant(offset))
         self.multiply_by_scale(node, values, node_attributes["scale"])
@@ -244,7 +246,7 @@ class _StandardWriter:
             return name
         values = self.read_constant(name)
         if values.dtype != np.int32:
-            raise ModelError(f"the bias of {node.name!r} must be int32, got {values.dtype}")
+            raise ModelError(f"the bias of {describe_node(node)} must be int32, got {values.dtype}")
         return self.add_constant(values)
 
     def read_weight(self, node: onnx.NodeProto) -> Array:

@@ -22,7 +22,7 @@ from deploy.errors import CacheError, ConfigError, ModelError, counted, list_fir
 from deploy.files.reading import read_text
 from deploy.frontends import load
 from deploy.frontends.onnx_reader import read_model
-from deploy.graph.index import Graph, attributes
+from deploy.graph.index import Graph, attributes, describe_node
 from deploy.graph.placement import ASCEND
 from deploy.targets.ascend.amct_calibration import RecordPlan
 from deploy.targets.ascend.config import default_config, read_config, resolve_config
@@ -200,13 +200,15 @@ def _check_parameter(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorPr
     """Check the packed parameter of an AscendDequant (see `deploy_model`)."""
     parameter = constants.get(node.input[-1])
     if parameter is None or parameter.data_type != onnx.TensorProto.UINT64 or len(node.input) != 2:
-        raise ModelError(f"{node.name!r} must have a uint64 parameter as its second input")
+        raise ModelError(f"{describe_node(node)} must have a uint64 parameter as its second input")
     values = numpy_helper.to_array(parameter)
     scales = unpack_dequant_scales(values)
     if not (np.isfinite(scales) & (scales > 0)).all():
-        raise ModelError(f"{node.name!r} must have finite scales above 0, got {scales.min()}")
+        raise ModelError(
+            f"{describe_node(node)} must have finite scales above 0, got {scales.min()}"
+        )
     if (values >> np.uint64(40)).any():
-        raise ModelError(f"{node.name!r} must have offset_w 0, got another")
+        raise ModelError(f"{describe_node(node)} must have offset_w 0, got another")
 
 
 def recipe_from_record(
