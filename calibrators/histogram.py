@@ -286,15 +286,16 @@ class Histogram(HistogramState):
         if not occupied_bins.size:  # nothing finite remains: nothing to find a range of
             return Histogram()
 
-        # an extreme that may have been removed is replaced by the edge of the last occupied bin:
-        # bin b is from b to b + 1 widths above 0, from b - 1 to b below 0, from -1 to 1 around 0
+        # an extreme that may be gone is replaced by the outer edge of the last occupied bin
         width = remaining.full_range / BINS
         low_bin = occupied_bins[0]
         high_bin = occupied_bins[-1]
         if subset.minimum <= self.minimum:
+            # bin 3 starts at 3 widths, bin 0 at -1, bin -3 at -4
             lower_edge = low_bin if low_bin > 0 else low_bin - 1
             remaining.minimum = max(self.minimum, lower_edge * width)
         if subset.maximum >= self.maximum:
+            # bin 3 ends at 4 widths, bin 0 at 1, bin -3 at -3
             upper_edge = high_bin if high_bin < 0 else high_bin + 1
             remaining.maximum = min(self.maximum, upper_edge * width)
         return remaining

@@ -20,8 +20,8 @@ from deploy.tasks.detections import suppress_overlaps
 from deploy.tasks.detector import (
     COLUMNS,
     LIST,
-    LIST_NUMBERS,
     MAP,
+    NUMBER_PER_BOX,
     ROWS,
     Columns,
     RowDecoder,
@@ -185,9 +185,9 @@ ROWS_OF_LIST = np.array([[4, 5, 20, 25, 0.9, 1], [1, 1, 8, 8, 0.2, 0]], np.float
         ),
         (
             RowDecoder(
-                scores=(Columns("s", LIST_NUMBERS),),
+                scores=(Columns("s", NUMBER_PER_BOX),),
                 box_columns=(Columns("y", LIST, 0, 4),),
-                class_columns=(Columns("k", LIST_NUMBERS),),
+                class_columns=(Columns("k", NUMBER_PER_BOX),),
                 coding="corners",
                 is_list=True,
             ),

@@ -204,7 +204,8 @@ def _complete_node(node: onnx.NodeProto, scope: OpsetScope, *, counts: Counter[s
         nodes = COMPLETIONS[node.op_type](copy_message(node), scope)
     except _FORM_ERRORS:  # an invalid node stays: ONNX Runtime reports what is wrong with it
         return [node]
-    if len(nodes) == 1:  # it named all axes: a new form would come after nodes that make its inputs
+    # a node that did not name all axes is the last one, after those that make its new inputs
+    if len(nodes) == 1:
         return [node]
     counts[node.op_type] += 1
     return nodes

@@ -347,9 +347,9 @@ def compare_with_torch(
     differences = []
     magnitudes = []
     same_argmax: list[NDArray[np.bool_]] = []  # for each row of the last output
-    varies_between_samples: list[bool] = []  # an output, for each batch of several samples
-    varies_within_sample: list[bool] = []  # an output, for each batch of one sample
-    output_count = 0
+    # for each batch, whether an output varies: between its samples, or within its only one
+    varies_between_samples: list[bool] = []
+    varies_within_sample: list[bool] = []
     for batch in batches:
         torch_outputs, onnx_outputs = _run_both(model, session, batch)
         sample_count = _batch_size(batch)
@@ -358,7 +358,6 @@ def compare_with_torch(
         magnitudes.append(largest_magnitude(torch_outputs))
         last_output = torch_outputs[-1].cpu().numpy()
         same_argmax.append(_same_argmax(last_output, onnx_outputs[-1].numpy()))
-        output_count = len(torch_outputs)
         varies = any(map(_varies, torch_outputs))
         if sample_count > 1:
             varies_between_samples.append(varies)
@@ -366,12 +365,9 @@ def compare_with_torch(
             varies_within_sample.append(varies)
 
     max_difference = float(np.max(differences))  # NaN if one is, which `max` may lose
-    difference_in_steps = None
-    # in the order of the graph, in which `prepare` added them
-    quantizers = [module for module in model.modules() if isinstance(module, FixedQuant)]
-    if quantizers and output_count == 1:
-        last_quantizer = quantizers[-1]
-        difference_in_steps = max_difference / float(last_quantizer.scale)
+    step = _last_step(model) if len(torch_outputs) == 1 else None
+    # a constant output may vary within a sample: that counts only if no batch has several samples
+    depends_on_input = any(varies_between_samples or varies_within_sample)
     has_same_argmax = np.concatenate(same_argmax)
     row_count = len(has_same_argmax)
     return ExportAgreement(
@@ -379,12 +375,18 @@ def compare_with_torch(
         max_difference=max_difference,
         max_output=max(magnitudes),
         argmax=int(has_same_argmax.sum()) / row_count if row_count else 1.0,
-        codes=difference_in_steps,
+        codes=None if step is None else max_difference / step,
         batches=tuple(sorted({*sample_counts})),
-        # batches of one sample count only if no batch has several samples
-        depends_on_input=any(varies_between_samples or varies_within_sample),
+        depends_on_input=depends_on_input,
         argmax_rows=row_count,
     )
+
+
+def _last_step(model: nn.Module) -> float | None:
+    """Return the real value of an int8 step of the last quantized tensor; None without any."""
+    # in the order of the graph, in which `prepare` added them
+    quantizers = [module for module in model.modules() if isinstance(module, FixedQuant)]
+    return float(quantizers[-1].scale) if quantizers else None
 
 
 def _batch_size(batch: Sequence[torch.Tensor]) -> int:

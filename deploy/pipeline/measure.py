@@ -131,7 +131,7 @@ def measure_engines(
     # engines are compared with the float model; those of a Q/DQ model with that model itself
     qdq_outputs = _open_qdq_outputs(loaded)
     reference = qdq_outputs or _choose_reference(float_outputs, observed_outputs, evaluation)
-    # inferences so far: `_choose_reference` checks stored outputs by running the file
+    # inferences of the float model so far: none, or one to check the stored outputs
     check_run_count = float_outputs.runs
     float_outputs.close_session()  # frees its weights: stored outputs may suffice from here on
 
@@ -151,6 +151,7 @@ def measure_engines(
         threads=threads,
     )
     failures |= evaluation_result.failures
+    # the evaluation has counted its own inferences of the float model: add all others
     evaluation_result.reference_runs += check_run_count + inner_tensors.sample_count
 
     # latency, when nothing else runs
@@ -176,7 +177,7 @@ def measure_engines(
             calibration_samples,
             inner_tensors.sample_count,
         ),
-        *_fed_weight_notes(loaded, latency),
+        *_weights_as_inputs_notes(loaded, latency),
         *_reference_notes(loaded, has_qdq_outputs=qdq_outputs is not None),
     )
     return Figures(
@@ -617,7 +618,7 @@ def state_notes(accuracies: Iterable[Accuracy]) -> Iterator[str]:
         )
 
 
-def _fed_weight_notes(loaded: LoadedModel, latency: Mapping[str, Latency]) -> Iterator[str]:
+def _weights_as_inputs_notes(loaded: LoadedModel, latency: Mapping[str, Latency]) -> Iterator[str]:
     """Yield a note if the float model was timed and its file lists weights as inputs."""
     if loaded.fed_weights and _FLOAT_ENGINE in latency:
         yield (

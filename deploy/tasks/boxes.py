@@ -24,7 +24,7 @@ from deploy.tasks.detections import (
 from deploy.tasks.detector import (
     CODINGS,
     LIST,
-    LIST_NUMBERS,
+    NUMBER_PER_BOX,
     Columns,
     OtherShapeError,
     RowDecoder,
@@ -115,7 +115,7 @@ def _propose_several_outputs(
     `width`: columns of `box_output`: 4 for boxes alone, 5 for boxes and scores; others are no list.
     """
     corners = Columns(box_output, LIST, 0, 4)
-    number_columns = [Columns(name, LIST_NUMBERS) for name in output_names]
+    number_columns = [Columns(name, NUMBER_PER_BOX) for name in output_names]
     if width == 4:
         score_columns = number_columns
     elif width == 5:
@@ -210,27 +210,37 @@ def _slice_list(decoder: RowDecoder, samples: FirstSamples) -> SlicesByOutput:
     slices: SlicesByOutput = dict.fromkeys(decoder.list_outputs, ())
     for name in samples.output_names:
         values = samples.arrays(name)
-        # a side of a matrix may be as long by chance, unless the length varies with the list
-        may_have_rows = values[0].ndim > 2 or len(set(box_counts)) > 1
-        has_rows = may_have_rows and all(map(_has_rows, values, box_counts))
-        if has_rows or all(map(_is_number_of_boxes, values, box_counts)):
+        is_number = all(map(_is_number_of_boxes, values, box_counts))
+        if is_number or _has_row_per_box(values, box_counts):
             slices[name] = ()
+
     (scores,) = decoder.scores
     arrays = samples.arrays(scores.output)
-    if len({value.shape for value in arrays}) > 1:
+    if len({value.shape for value in arrays}) > 1:  # lists of unequal length
         return slices
-    if scores.layout == LIST_NUMBERS:
+    if scores.layout == NUMBER_PER_BOX:  # the scores are an output of their own
         slices[scores.output] = (OutputSlice(scores.output),)
-    elif arrays[0].ndim > 2:  # a list without a batch, [K, 6], looks like a batch of K samples
+    elif arrays[0].ndim > 2:  # they are a column of [1, K, R]
         stop = scores.start + 1
         column = OutputSlice(scores.output, axis=-1, start=scores.start, stop=stop)
         slices[scores.output] = (column,)
+    # a column of [K, R] stays (): without a batch axis, K boxes look like a batch of K samples
     return slices
 
 
-def _has_rows(value: Array, count: int) -> bool:
-    """Whether an output [K, ..] or [1, K, ..] has a row for each of `count` boxes."""
-    return count in value.shape[:2]
+def _has_row_per_box(values: Sequence[Array], box_counts: Sequence[int]) -> bool:
+    """Whether an output, [K, ..] or [1, K, ..], has a row for each of the K boxes of all samples.
+
+    If all samples have equally many boxes, a side of a matrix may be as long by chance: then only
+    an output of three or more dimensions has rows.
+
+    Args:
+        values: the output of each sample.
+        box_counts: the number of boxes of each sample.
+    """
+    if values[0].ndim <= 2 and len(set(box_counts)) == 1:
+        return False
+    return all(count in value.shape[:2] for value, count in zip(values, box_counts, strict=True))
 
 
 def _is_number_of_boxes(value: Array, count: int) -> bool:

@@ -56,7 +56,7 @@ COLUMNS = "columns"  # [1, R, A]; [1, A] of one column
 MAP = "map"  # [1, R, H, W]
 ANCHOR_MAP = "anchor map"  # [1, 3 R, H, W] or [1, k, H, W, R]
 LIST = "list"  # [.., K, R]
-LIST_NUMBERS = "list numbers"  # [.., K], one number a box
+NUMBER_PER_BOX = "list numbers"  # [.., K]: a list in an output of one number a box
 # dimensions of outputs with a row per anchor
 LAYOUT_DIMENSIONS = {ROWS: (2, 3, 4), COLUMNS: (2, 3), MAP: (4,), ANCHOR_MAP: (4, 5)}
 ANCHORS_PER_CELL = 3  # of an anchor map whose shape does not show it: YOLO v3 to v7
@@ -77,14 +77,14 @@ def to_table(value: Array | None, layout: Layout) -> Array:
         layout: which dimensions are the A anchors and the R columns. `ROWS`: [1, A, R], [A, R] or
             [1, A, 1, R]. `COLUMNS`: [1, R, A], or [1, A] of one column. `MAP`: [1, R, H, W].
             `ANCHOR_MAP`: [1, 3 R, H, W] or [1, k, H, W, R]. Of a list of K boxes, `LIST`:
-            [.., K, R]; `LIST_NUMBERS`: [.., K].
+            [.., K, R]; `NUMBER_PER_BOX`: [.., K].
 
     Raises:
         OtherShapeError: the output does not have the layout.
     """
     if value is None:
         raise OtherShapeError
-    if layout == LIST_NUMBERS:
+    if layout == NUMBER_PER_BOX:
         return value.reshape(-1, 1)
     if layout == LIST and value.ndim > 1:
         return value.reshape(-1, value.shape[-1])

@@ -235,9 +235,9 @@ def recipe_from_record(
             f"a record to deploy must have a layer with its scales, got only {', '.join(ignored)}"
             f" in {path}; give the record of a calibration"
         )
-    # with the same BatchNormalizations folded as when the record was made; `unfolded`: layers into
-    # which none was folded
-    model, graph, quant_config, unfolded = _model_as_recorded(subject, records, config)
+    # with the same BatchNormalizations folded as when the record was made; the last result are the
+    # layers into which calib8 would fold something, but by their scales nothing was folded
+    model, graph, quant_config, unfolded_layers = _model_as_recorded(subject, records, config)
     layers = quantize_layers(model, graph, records)
     if quant_config is not None:
         enabled_names = quant_config.enabled_entries()
@@ -257,7 +257,7 @@ def recipe_from_record(
         config=quant_config,
         method="a record",
         float_reasons=dict.fromkeys(unrecorded_layers, "the record has no scales for it"),
-        notes=tuple(_record_notes(path, unfolded, ignored)),
+        notes=tuple(_record_notes(path, unfolded_layers, ignored)),
         alerts=_other_weights_alert(layers_with_other_weights),
     )
 
@@ -319,19 +319,21 @@ def _other_weights_alert(layer_names: Sequence[str]) -> tuple[str, ...]:
     )
 
 
-def _record_notes(path: Path, unfolded: Collection[str], ignored: Collection[str]) -> Iterator[str]:
+def _record_notes(
+    path: Path, unfolded_layers: Collection[str], ignored: Collection[str]
+) -> Iterator[str]:
     """Yield notes on a record: how it was used, and which entries could not be.
 
     Args:
         path: the record.
-        unfolded: layers into which nothing is folded.
+        unfolded_layers: layers into which, by their scales, nothing was folded.
         ignored: descriptions of entries that are not deployed.
     """
     yield f"Scales: {path}, unchanged; nothing was calibrated."
-    if unfolded:
+    if unfolded_layers:
         yield (
             "By its scales, the record was made before anything was folded into these layers, so"
-            f" what follows them stays apart: {', '.join(unfolded)}."
+            f" what follows them stays apart: {', '.join(unfolded_layers)}."
         )
     if ignored:
         yield f"Entries of the record that were not deployed: {', '.join(ignored)}."
@@ -414,17 +416,17 @@ def _model_as_recorded(
     model, graph = prepare_model(subject.model)
     config = None if config_path is None else read_any_config(config_path, graph)
     fusion_config = config or QuantConfig()  # by default all are folded
-    unfolded: list[str] = []  # layers whose scales show that nothing was folded into them
+    unfolded_layers: list[str] = []  # layers whose scales show that nothing was folded into them
     if fusion_config.do_fusion:
         recorded_names = [name for name, record in records.items() if record.skip_fusion]
         skipped_names = (*fusion_config.skip_fusion_layers, *recorded_names)
         fusion_config = replace(fusion_config, skip_fusion_layers=skipped_names)
-        unfolded = _find_unfolded_layers(model, graph, subject.unfolded.model, records)
-    if not fusion_config.do_fusion or fusion_config.skip_fusion_layers or unfolded:
-        model, graph = unfuse_batchnorms(subject, fusion_config, unfolded_layers=unfolded)
+        unfolded_layers = _find_unfolded_layers(model, graph, subject.unfolded.model, records)
+    if not fusion_config.do_fusion or fusion_config.skip_fusion_layers or unfolded_layers:
+        model, graph = unfuse_batchnorms(subject, fusion_config, unfolded_layers=unfolded_layers)
         if config_path is not None:  # its checks depend on the form of the model
             config = read_any_config(config_path, graph)
-    return model, graph, config, unfolded
+    return model, graph, config, unfolded_layers
 
 
 def _find_unfolded_layers(

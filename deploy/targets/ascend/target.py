@@ -369,7 +369,8 @@ class Ascend(Target):
             return self._build_from_qdq(request.trained, request)
         from deploy.targets.ascend.recipe import Recipe
 
-        # `plan.config` has the default search of each layer, `config` the chosen one
+        # `plan.config` calibrates all layers by the default search, which `method` names. `config`,
+        # which is written, has other searches for single layers, and disables the float ones
         plan, calibration_record, layers, config = self.quantize(request)
         recipe = Recipe(
             model=plan.model,

@@ -185,16 +185,18 @@ def _onnx_entries(
     graph = Graph(model)
     float_tensors = trt_tensors(model)
     float_names = set(float_tensors)
-    node_name_by_output = {node.output[0]: node.name for node in parsed.graph.node if node.output}
+    # by a node's first output: its name in the uncleaned model, after which TensorRT names tensors,
+    # and the index of the first layer that TensorRT makes of it
+    parsed_names = {node.output[0]: node.name for node in parsed.graph.node if node.output}
     layer_indices = _layer_indices(parsed, version_number)
     entries = _input_entries(graph, float_tensors)
     for node in graph.nodes:
         output = node.output[0]
         # the parser makes several layers of these, and the tensors between them have entries too
         if node.op_type in ("Gemm", "Softmax") and {node.input[0], output} <= float_names:
-            layer_index = layer_indices.get(output)
-            node_name = node_name_by_output.get(output, "")
-            entries += _inner_entries(node, layer_index, version_number, node_name)
+            first_layer_index = layer_indices.get(output)
+            parsed_name = parsed_names.get(output, "")
+            entries += _inner_entries(node, first_layer_index, version_number, parsed_name)
         entries += [(name, name) for name in node.output if name in float_names]
 
     # the output of an Identity or Dropout, which cleaning removed, follows the last entry of the
@@ -206,7 +208,7 @@ def _onnx_entries(
 
 
 def _inner_entries(
-    node: onnx.NodeProto, layer_index: int | None, version_number: int, node_name: str
+    node: onnx.NodeProto, first_layer_index: int | None, version_number: int, parsed_name: str
 ) -> list[_Entry]:
     """List the tensors that the parser creates inside a Gemm or Softmax, if their name is known.
 
@@ -217,24 +219,24 @@ def _inner_entries(
 
     Args:
         node: the Gemm or Softmax.
-        layer_index: index of its first layer in TensorRT's network; None if it is not known, or if
-            this version does not name tensors by it.
+        first_layer_index: index of its first layer in TensorRT's network; None if it is not known,
+            or if this version does not name tensors by it.
         version_number: TensorRT's version as in the first line of its cache, such as 100300.
-        node_name: its name in the file, "" without one.
+        parsed_name: its name in the uncleaned model, "" without one.
     """
     if version_number >= _FIRST_NAMED_AFTER_NODES:
-        node_name = node_name or f"node_of_{node.output[0]}"
+        node_name = parsed_name or f"node_of_{node.output[0]}"
         inner_name = f"{node_name}_output"
         if node.op_type == "Softmax":  # its result before it is reshaped
             return [(inner_name, node.output[0])]
         if optional_input(node, 2):  # a Gemm's product before the bias is added
             return [(inner_name, inner_name)]
         return []
-    if node.op_type != "Gemm" or layer_index is None:
+    if node.op_type != "Gemm" or first_layer_index is None:
         return []
     return [
-        (unnamed_layer_output(layer_index, "Shuffle"), node.input[0]),
-        (unnamed_layer_output(layer_index + 1, "Fully Connected"), node.output[0]),
+        (unnamed_layer_output(first_layer_index, "Shuffle"), node.input[0]),
+        (unnamed_layer_output(first_layer_index + 1, "Fully Connected"), node.output[0]),
     ]
 
 
