@@ -120,8 +120,8 @@ def _divergences(counts: Float64Array) -> Float64Array:
     occupied_in_last = occupied_before[bin_counts] - occupied_before[last_level_start]
     last_level_sum = kept_sums - counts_before[last_level_start]
     last_mean = last_level_sum / np.maximum(occupied_in_last, 1)
-    # an empty level gets the term 0, ln 1; if there are outliers, the divergence is infinite, below
-    outlier_terms = outliers * np.log(np.where(last_mean > 0, last_mean, 1.0))
+    # 0 for an empty level: if there are outliers, the divergence is infinite, see below
+    outlier_terms = outliers * _log_or_zero(last_mean)
 
     with np.errstate(divide="ignore", invalid="ignore"):
         total_terms = total * np.log(kept_sums / total)  # A ln(S / A)
@@ -141,7 +141,7 @@ def _run_terms(sums: Float64Array, occupied: Float64Array) -> Float64Array:
     ends = np.minimum(np.arange(BINS + 1) + widths, BINS)
     run_sums = sums[ends] - sums
     mean = run_sums / np.maximum(occupied[ends] - occupied, 1)
-    return np.asarray(run_sums * np.log(np.where(mean > 0, mean, 1.0))).ravel()
+    return np.asarray(run_sums * _log_or_zero(mean)).ravel()
 
 
 @cache
@@ -160,7 +160,12 @@ def _run_indices() -> NDArray[np.intp]:
 
 def _xlogx(x: Float64Array) -> Float64Array:
     """Return x ln x, and 0 for 0."""
-    return x * np.log(np.where(x > 0, x, 1.0))
+    return x * _log_or_zero(x)
+
+
+def _log_or_zero(x: Float64Array) -> Float64Array:
+    """Return ln x, and 0 for 0."""
+    return np.log(np.where(x > 0, x, 1.0))
 
 
 def entropy(histogram: Histogram) -> Scale:

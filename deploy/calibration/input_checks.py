@@ -16,7 +16,7 @@ looks fine. Without labels, three checks are possible:
   bias, or negligible next to it, the input has another unit than in training.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -26,6 +26,7 @@ from onnx import numpy_helper
 
 from deploy.calibration.observation import CalibrationSubject
 from deploy.errors import BackendError, too_few
+from deploy.feed.parallel import Sample
 from deploy.feed.pixels import PREVIEW_COUNT, layout_of
 from deploy.feed.preprocess import PRESETS, Preprocess
 from deploy.feed.samples import Feed
@@ -36,7 +37,7 @@ from deploy.runtimes.ort import OrtSession
 from deploy.tensors import Array
 
 Floats = NDArray[np.float64]
-Samples = Sequence[Mapping[str, Array]]
+Samples = Sequence[Sample]
 
 # Operators between the input and the first layer that only change its unit or its layout.
 _SCALING_OPS = frozenset({"Add", "Cast", "Div", "Identity", "Mul", "Pad", "Sub", "Transpose"})

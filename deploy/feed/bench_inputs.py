@@ -10,6 +10,7 @@ import numpy as np
 
 from deploy.errors import CacheError, ConfigError
 from deploy.feed.arrays import concatenate_samples
+from deploy.feed.preprocess import format_size, shape_text
 from deploy.feed.temporary_arrays import Shape
 from deploy.files import manifest
 from deploy.files.reading import format_bytes
@@ -103,7 +104,7 @@ def refuse_fixed_batch(inputs: Iterable[TensorSpec]) -> None:
         if not spec.shape or isinstance(spec.shape[0], int):
             raise ConfigError(
                 "a model must leave the first dimension of its inputs open to be measured at"
-                f" several batches, got {_shape_text(spec)} for {spec.name!r}; export it with a"
+                f" several batches, got {shape_text(spec)} for {spec.name!r}; export it with a"
                 " dynamic batch, or leave --batch out"
             )
 
@@ -162,15 +163,15 @@ def _choose_shape(spec: TensorSpec, user_shape: Sequence[int] | None, batch: int
     if user_shape is not None:
         if not fits(user_shape, spec.shape) or min(user_shape, default=1) < 1:
             raise ConfigError(
-                f"input {spec.name!r} has shape {_shape_text(spec)}, got --shape"
-                f" {_join(user_shape)}"
+                f"input {spec.name!r} has shape {shape_text(spec)}, got --shape"
+                f" {format_size(user_shape)}"
             )
         shape = [*user_shape]
     elif _has_open_dimension(spec):
-        example = quote(f"{spec.name}:{_join(shape)}")
+        example = quote(f"{spec.name}:{format_size(shape)}")
         raise ConfigError(
             "every dimension of an input but the batch must be known, got"
-            f" {_shape_text(spec)} for {spec.name!r}; give it, e.g. --shape {example}"
+            f" {shape_text(spec)} for {spec.name!r}; give it, e.g. --shape {example}"
         )
     if batch is None:
         return tuple(shape)
@@ -178,20 +179,9 @@ def _choose_shape(spec: TensorSpec, user_shape: Sequence[int] | None, batch: int
     if shape[0] != 1:
         raise ConfigError(
             f"--batch gives the first dimension of every input, got --shape"
-            f" {spec.name}:{_join(shape)}; write 1 there, or leave --batch out"
+            f" {spec.name}:{format_size(shape)}; write 1 there, or leave --batch out"
         )
     return (batch, *shape[1:])
-
-
-def _join(shape: Iterable[int]) -> str:
-    """Return a shape as the option --shape writes it, such as "1x3x224x224"."""
-    return "x".join(map(str, shape))
-
-
-def _shape_text(spec: TensorSpec) -> str:
-    """Return the shape that a model declares, such as "[batch, 3, ?, ?]"."""
-    dimensions = ", ".join(map(str, spec.shape))
-    return f"[{dimensions.replace('None', '?')}]"
 
 
 def _draw_values(spec: TensorSpec, shape: Shape, rng: np.random.Generator) -> Array:

@@ -353,8 +353,13 @@ def _round_to_multiple(numerator: int, denominator: int, preprocess: Preprocess)
 
 def describe(spec: TensorSpec) -> str:
     """Return 'name' dtype [dims] of an input, for messages."""
+    return f"{spec.name!r} {spec.dtype} {shape_text(spec)}"
+
+
+def shape_text(spec: TensorSpec) -> str:
+    """Return the shape that a model declares, such as "[batch, 3, ?, ?]"."""
     dims = ", ".join(_format_side(side, "?") for side in spec.shape)
-    return f"{spec.name!r} {spec.dtype} [{dims}]"
+    return f"[{dims}]"
 
 
 def _check_sides(preprocess: Preprocess) -> None:

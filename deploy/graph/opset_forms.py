@@ -132,11 +132,11 @@ class OpsetChange(RewriteRule[OpsetScope]):
     opset: int
 
 
-def rewrite_nodes(
-    graph: onnx.GraphProto,
-    outer_scope: OpsetScope,
-    rewrite: Callable[[onnx.NodeProto, OpsetScope], Nodes],
-) -> None:
+Check = Callable[[onnx.NodeProto, OpsetScope], str]
+Rewrite = Callable[[onnx.NodeProto, OpsetScope], Nodes]
+
+
+def rewrite_nodes(graph: onnx.GraphProto, outer_scope: OpsetScope, rewrite: Rewrite) -> None:
     """Replace each node of a graph and of its subgraphs by the nodes that `rewrite` returns."""
     scope = outer_scope.enter(graph)
     nodes: Nodes = []
@@ -193,12 +193,12 @@ def _rename_modes(node: onnx.NodeProto, _: OpsetScope, *, names: Mapping[bytes, 
     return [node]
 
 
-def _refuse(reason: str) -> Callable[[onnx.NodeProto, OpsetScope], str]:
+def _refuse(reason: str) -> Check:
     """Return a check that fails for every node."""
     return lambda node, scope: reason
 
 
-def _refuse_values(name: str, *values: object, reason: str) -> Callable[..., str]:
+def _refuse_values(name: str, *values: object, reason: str) -> Check:
     """Return a check that fails for nodes whose attribute has one of these values."""
     return lambda node, scope: reason if attributes(node).get(name) in values else ""
 
@@ -417,9 +417,6 @@ def _check_remainder(node: onnx.NodeProto, scope: OpsetScope) -> str:
     )
     return "" if is_integer or attributes(node).get("fmod", 0) else "it divides floats by fmod=0"
 
-
-Check = Callable[[onnx.NodeProto, OpsetScope], str]
-Rewrite = Callable[[onnx.NodeProto, OpsetScope], Nodes]
 
 # Operator of some axes -> what writes a node over all axes, and returns it last. They raise
 # `CannotRewrite` without the rank, or without constant axes.
