@@ -246,10 +246,7 @@ def make_prober(
         )
         inputs, source_outputs = zip(*samples, strict=True)
         form = derive_form(source_outputs, inputs=inputs, metric=form.metric)
-        build_without_sources = build_trial
-
-        def build_trial(trial_request: BuildRequest) -> onnx.ModelProto:
-            return add_source_outputs(build_without_sources(trial_request), sources)
+        build_trial = partial(_build_with_sources, build_trial, sources)
 
     # an effort gives the samples of isolated trials out of `TRIAL_SAMPLES`; here their share counts
     isolated_count = len(samples) * setup.effort.isolated_samples // TRIAL_SAMPLES
@@ -264,6 +261,13 @@ def make_prober(
         progress=step,
         count_samples=budget.spend,
     )
+
+
+def _build_with_sources(
+    build_trial: TrialBuilder, sources: Mapping[tuple[str, int], str], request: BuildRequest
+) -> onnx.ModelProto:
+    """Return the trial model of a request, which also outputs the tensors of `sources`."""
+    return add_source_outputs(build_trial(request), sources)
 
 
 def _methods(setup: SearchSetup) -> list[Method | None]:
@@ -319,13 +323,6 @@ def _split_chooser(
         few_box_keys=setup.request.ranges.compute_once("few boxes", list[int]),
     )
     target = setup.target
-    measure: Callable[[Sequence[Trial]], Sequence[float]] | None = None
-    # on this CPU only a large model is timed; on a connected device, a model of any size
-    is_worth_timing = not target.runs_here or search.prices.float_total >= _MIN_TIMED_PRICE
-    if setup.options.is_timed and is_worth_timing and has_device(target):
-        all_nodes = search.units.node_names(search.units.members)
-        float_choices = Choices(float_nodes=dict.fromkeys(all_nodes, "timed in float"))
-        measure = SplitTimer(target, setup.request, float_choices, samples).measure
     # most samples that one more trial takes: to run it, and to predict its verdict
     judged_samples = TRIAL_SAMPLES + len(setup.evaluation_set.subset)
 
@@ -343,8 +340,24 @@ def _split_chooser(
         sizes=sizes,
         judge=judge,
         can_judge=partial(budget.holds, judged_samples),
-        measure=measure,
+        measure=_choose_timer(setup, search, samples),
     )
+
+
+def _choose_timer(
+    setup: SearchSetup, search: Search, samples: Sequence[Mapping[str, Array]]
+) -> Callable[[Sequence[Trial]], Sequence[float]] | None:
+    """Return the function that times trials on the samples; None if they are not to be timed.
+
+    On this CPU only a large model is timed; on a connected device, a model of any size.
+    """
+    target = setup.target
+    is_worth_timing = not target.runs_here or search.prices.float_total >= _MIN_TIMED_PRICE
+    if not (setup.options.is_timed and is_worth_timing and has_device(target)):
+        return None
+    all_nodes = search.units.node_names(search.units.members)
+    float_choices = Choices(float_nodes=dict.fromkeys(all_nodes, "timed in float"))
+    return SplitTimer(target, setup.request, float_choices, samples).measure
 
 
 def _describe_failures(prober: Prober) -> str:

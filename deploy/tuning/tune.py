@@ -98,12 +98,7 @@ def plan_target(
     digest = _digest_of_input(setup)
     earlier_plan = _find_earlier_plan(target, options, earlier_plans)
     if earlier_plan is not None and _is_followed(options, earlier_plan, digest):
-        _check_names(request.model, earlier_plan)
-        float_nodes = {**request.float_nodes, **pinned_nodes}
-        decisions = target.plan(request.model, tuple(float_nodes)).decisions
-        _check_precision(target, decisions, earlier_plan)
-        plan = _with_chosen_split(earlier_plan, pinned_nodes)
-        return PlannedTarget(plan=_with_pinned(plan, pinned_nodes), reused=True)
+        return _follow_plan(target, request, earlier_plan, pinned_nodes)
 
     # no search without effort, nor where the user's plan has nothing for this target
     if options.level == 0 or options.plan is not None:
@@ -115,10 +110,31 @@ def plan_target(
     with phase("trials", setup.effort.trials) as step:
         plan, probes = run_search(setup, step)
     note = _describe_search(target, plan, earlier_plan, pinned_nodes)
-    if plan.interrupted:
-        digest = ""  # so that the next build searches again
-    plan = _with_pinned(replace(plan, made_from=digest), pinned_nodes)
+    made_from = "" if plan.interrupted else digest  # with "" the next build searches again
+    plan = _with_pinned(replace(plan, made_from=made_from), pinned_nodes)
     return PlannedTarget(plan=plan, probes=probes, note=note)
+
+
+def _follow_plan(
+    target: Target, request: BuildRequest, plan: TargetPlan, pinned_nodes: Mapping[str, str]
+) -> PlannedTarget:
+    """Return an existing plan of a target as it is used, without a search.
+
+    Args:
+        target: the target.
+        request: its build request.
+        plan: of the target, in the plan file.
+        pinned_nodes: node that the plan file has in float for every target -> the reason.
+
+    Raises:
+        ConfigError: the model lacks a node of the plan, or the plan was made for another grid.
+    """
+    _check_names(request.model, plan)
+    float_nodes = {**request.float_nodes, **pinned_nodes}
+    decisions = target.plan(request.model, tuple(float_nodes)).decisions
+    _check_precision(target, decisions, plan)
+    plan = _with_chosen_split(plan, pinned_nodes)
+    return PlannedTarget(plan=_with_pinned(plan, pinned_nodes), reused=True)
 
 
 def _describe_search(
