@@ -427,7 +427,7 @@ def write_aipp_files(
     settings = request.manifest.get("preprocess")
     if not settings:
         raise ExportError("the calibration was fed arrays, not pictures; AIPP takes pictures")
-    preprocess: Preprocess = Preprocess.from_json(settings)
+    preprocess = Preprocess.from_json(settings)
     inputs = [spec.name for spec in request.subject.loaded.inputs]
     # images feed one input; all other inputs are states
     image_input = next(name for name in inputs if name not in request.feed.states)

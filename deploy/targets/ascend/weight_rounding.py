@@ -191,7 +191,7 @@ class AdaRoundSteps:
             scale_count=channels if params.channel_wise else 1,
             params=params,
         )
-        output = str(node.output[0])
+        output = node.output[0]
         targets, inputs = self._make_observations(
             layer, output, target_statistic, input_statistic, earlier_steps
         )

@@ -195,9 +195,9 @@ class _QdqWriter:
         """Set the attributes that follow from the fields, as the class describes them."""
         plan = self.plan
         self.weight_grid = plan.placement.weights  # integers or fp8
-        self.node_by_name: dict[str, onnx.NodeProto] = by_name(self.graph.node)
+        self.node_by_name = by_name(self.graph.node)
         # from the float model, since `graph` lacks the weights that become integers
-        self.initializers: dict[str, onnx.TensorProto] = by_name(self.float_model.graph.initializer)
+        self.initializers = by_name(self.float_model.graph.initializer)
         self.producer = map_producers(self.graph.node)
         self.constant_nodes: Nodes = []  # they read only constants
         self.weight_quantizers: Nodes = []

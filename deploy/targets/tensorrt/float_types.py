@@ -247,7 +247,7 @@ class _TypeConverter:
         if node.op_type in _MOVE_OPS and data_input not in self.index.initializers:
             # It copies values, and so has the type of its input. A constant could have either type:
             # it is narrow if its values allow it, as for other operators.
-            return bool(self.type_by_tensor[data_input] == FLOAT)
+            return self.type_by_tensor[data_input] == FLOAT
         reason = self._overflow_reason(node)
         if reason:
             self.float32_reasons[node.name] = reason
@@ -361,6 +361,6 @@ def find_float32_layers(
         # TensorRT's layer is found by the node's name, or by its only output
         has_one_float_output = len(node.output) == 1 and graph.is_float(node.output[0])
         if node.name in overflows and has_one_float_output:
-            output_by_node[node.name] = str(node.output[0])
+            output_by_node[node.name] = node.output[0]
             reason_by_node[node.name] = overflows[node.name]
     return output_by_node, reason_by_node

@@ -249,7 +249,7 @@ def _operator_name(graph: Graph, node: onnx.NodeProto) -> str:
         return "Pad nonzero"
     if node.op_type == "LeakyRelu" and abs(attributes(node).get("alpha", 0.01)) > 1:
         return "LeakyRelu steep"
-    return str(node.op_type)
+    return node.op_type
 
 
 def _operand_range(

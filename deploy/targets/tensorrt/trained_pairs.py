@@ -6,7 +6,6 @@ dequantized; in the typed model scales are rounded to what the narrow type holds
 
 from collections.abc import Mapping
 
-import numpy as np
 import onnx
 from onnx import numpy_helper
 
@@ -50,7 +49,7 @@ def narrow_trained_model(
     for name in scale_names:
         tensor = graph.constants[name]
         if tensor.data_type == onnx.TensorProto.FLOAT:
-            scales = round_scales(np.asarray(to_array(tensor), np.float32), float_type)
+            scales = round_scales(to_array(tensor), float_type)
             scales = scales.reshape(tuple(tensor.dims))
             tensor.CopyFrom(numpy_helper.from_array(scales, tensor.name))
     return narrow_float_part(rounded, float_type, largest_values)
