@@ -409,24 +409,24 @@ def test_folder_of_stubs_is_not_tensorrt(monkeypatch):
 def test_profile_varies_only_the_batch():
     shapes = {"x": ("n", 3, None, 8), "fixed": (1, 4), "m": (2, "len")}
     shapes_fed = {"x": (2, 3, 6, 8), "fixed": (1, 4), "m": (2, 7)}
-    equal_samples = ShapeRange(shapes_fed, shapes_fed, shapes_fed, shapes_fed)
-    options = {"batch_inputs": set(shapes), "sample_range": equal_samples, "fixed": False}
-    assert profiles_for(shapes, shapes_fed, max_batch=8, **options) == {
+    assert profiles_for(shapes, shapes_fed, max_batch=8) == {
         "x": InputShapeRange((1, 3, 6, 8), (2, 3, 6, 8), (8, 3, 6, 8)),
         "m": InputShapeRange((2, 7), (2, 7), (2, 7)),
     }
-    options["sample_range"] = ShapeRange(
+    sample_range = ShapeRange(
         min_sizes={"x": (2, 3, 4, 8), "m": (2, 7)},
         median_sample=shapes_fed,
         max_sizes={"x": (3, 3, 9, 8), "m": (2, 11)},
         largest_sample=shapes_fed,
     )
-    assert profiles_for(shapes, shapes_fed, max_batch=2, **options) == {
+    assert profiles_for(shapes, shapes_fed, max_batch=2, sample_range=sample_range) == {
         "x": InputShapeRange((1, 3, 4, 8), (2, 3, 6, 8), (3, 3, 9, 8)),
         "m": InputShapeRange((2, 7), (2, 7), (2, 11)),
     }
     # an open first dimension that is no batch has the sizes of the samples
-    no_batch = profiles_for(shapes, shapes_fed, max_batch=8, **options | {"batch_inputs": ()})
+    no_batch = profiles_for(
+        shapes, shapes_fed, max_batch=8, batch_inputs=(), sample_range=sample_range
+    )
     assert no_batch["x"] == InputShapeRange((2, 3, 4, 8), (2, 3, 6, 8), (3, 3, 9, 8))
 
 

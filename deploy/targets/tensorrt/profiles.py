@@ -51,9 +51,9 @@ def profiles_for(
     opt_shapes: Mapping[str, Shape],
     *,
     max_batch: int,
-    batch_inputs: Collection[str],
-    sample_range: ShapeRange,
-    fixed: bool,
+    batch_inputs: Collection[str] | None = None,
+    sample_range: ShapeRange | None = None,
+    fixed: bool = False,
 ) -> dict[str, InputShapeRange]:
     """Return dynamic input -> its profile: the shapes that an engine accepts and is tuned for.
 
@@ -64,8 +64,8 @@ def profiles_for(
         input_shapes: input -> its shape in the model; a dynamic size is a name, None or not > 0.
         opt_shapes: input shapes that the engine is tuned for.
         max_batch: largest batch, if the batch is dynamic.
-        batch_inputs: inputs whose first dimension is the batch.
-        sample_range: smallest and largest shapes of all samples.
+        batch_inputs: inputs whose first dimension is the batch; None for all.
+        sample_range: smallest and largest shapes of all samples; None if all are `opt_shapes`.
         fixed: accept `opt_shapes` only, as DLA does.
     """
     profiles = {}
@@ -76,9 +76,11 @@ def profiles_for(
 
         min_shape = max_shape = opt_shape
         if not fixed:
-            min_shape = sample_range.min_sizes[name]
-            max_shape = sample_range.max_sizes[name]
-            if name in batch_inputs and not is_static(input_shape[0]):  # a dynamic batch
+            if sample_range is not None:
+                min_shape = sample_range.min_sizes[name]
+                max_shape = sample_range.max_sizes[name]
+            has_batch = batch_inputs is None or name in batch_inputs
+            if has_batch and not is_static(input_shape[0]):  # a dynamic batch
                 largest_batch = max(max_batch, opt_shape[0], max_shape[0])
                 min_shape = (1, *min_shape[1:])
                 max_shape = (largest_batch, *max_shape[1:])
