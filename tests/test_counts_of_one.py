@@ -7,6 +7,7 @@ import pytest
 import calib8
 from calibrators.histogram import Histogram
 from calibrators.statistics import find_trouble
+from deploy.calibration.sample_checks import HalvesAgreement
 from deploy.calibration.trt_cache import parse
 from deploy.errors import ExportError, FeedError
 from deploy.feed.evaluation import apply_labels, read_labels
@@ -18,7 +19,7 @@ from deploy.graph.plan import analyse
 from deploy.targets.onnxruntime.qdq import write_qdq
 from deploy.targets.tensorrt.cache_tools import check_cache
 from deploy.tensors import TensorSpec
-from tests.models import make_model, make_node, save_net
+from tests.models import make_model, make_node, run_command, save_net
 
 ROW = TensorSpec("x", "float32", (None, 3))
 IMAGE = TensorSpec("image", "float32", (None, 3, 8, 8))
@@ -93,3 +94,22 @@ def test_one_file_of_no_use(tmp_path):
     (tmp_path / "a.gif").write_bytes(b"GIF")
     with pytest.raises(FeedError, match="none of 1 file;"):
         resolve_files(tmp_path / "*.gif")
+
+
+def test_one_inferred_scale(tmp_path):
+    nodes = """
+        q = QuantizeLinear(x, scale, zero)
+        d = DequantizeLinear(q, scale, zero)
+        y = Identity(d)
+    """
+    weights = {"scale": np.float32(0.1), "zero": np.int8(0)}
+    model = make_model(nodes, {"x": [1, 3]}, {"y": [1, 3]}, weights)
+    files = (tmp_path / "float.onnx", tmp_path / "float.cache")
+    path = save_net(model, tmp_path / "net.onnx")
+    text = run_command("cache", "from-qdq", path, "-o", *files, "--dla")
+    assert "1 scale without a pair is " in text
+
+
+def test_one_range():
+    agreement = HalvesAgreement(samples=8, within=0.2, tensors=1)
+    assert agreement.sentence.startswith("none of 1 range differs by")

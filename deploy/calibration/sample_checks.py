@@ -240,7 +240,7 @@ class HalvesAgreement:
         20 % is `within`, 60 is `tensors`, and 64 is `samples`.
         """
         difference_count = len(self.differences)
-        verb = "differs" if difference_count == 1 else "differ"
+        verb = "differs" if 1 in (difference_count, self.tensors) else "differ"
         sentence = (
             f"{difference_count or 'none'} of {counted(self.tensors, 'range')} {verb} by"
             f" {_percent(self.within)} or more between the halves of {self.samples} samples"

@@ -313,9 +313,9 @@ def from_qdq(
 
 _MAX_NAMES = 5  # tensors named in a line
 _INFERENCE_TEXTS = {
-    "equal": "are those of another tensor by what the operators do",
-    "bound": "are bounds that cannot be exceeded",
-    "guess": "are guesses, which may cut values off (--no-guesses leaves them out)",
+    "equal": "copied from another tensor by what the operators do",
+    "bound": "set to a bound that cannot be exceeded",
+    "guess": "guessed, which may cut values off (--no-guesses guesses none)",
 }
 
 
@@ -335,8 +335,9 @@ def _print_inferred(inferred: InferredScales) -> None:
     for level, meaning in _INFERENCE_TEXTS.items():
         names = [name for name, tensor_level in inferred.levels.items() if tensor_level == level]
         if names:
+            verb = "is" if len(names) == 1 else "are"
             names_text = list_first(names, _MAX_NAMES)
-            say(f"{counted(len(names), 'scale')} without a pair {meaning}: {names_text}")
+            say(f"{counted(len(names), 'scale')} without a pair {verb} {meaning}: {names_text}")
     if inferred.missing:
         verb, pronoun = ("has", "it") if len(inferred.missing) == 1 else ("have", "them")
         say(
