@@ -172,10 +172,7 @@ def verdict(
     level = max((finding_level for finding_level, _ in findings), key=LEVELS.index)  # the worst
     reasons, too_few_sentences = _order_reasons(findings, level)
 
-    # place of the first reason that is a figure on the loss of int8
-    loss_reasons = {reason for _, reason in losses if not reason.startswith(FLOAT_MODEL)}
-    loss_indices = (index for index, reason in enumerate(reasons) if reason in loss_reasons)
-    loss_index = next(loss_indices, None)
+    loss_index = _find_loss(reasons, losses)
     if loss_index is not None and calibrated:
         reasons[loss_index] += f" ({calibrated})"
 
@@ -195,14 +192,7 @@ def verdict(
     if assumes_inputs:
         reasons.append(_ASSUMED_INPUTS)
 
-    # how many samples the sentence asks for: to calibrate with, or to judge by
-    missing_calibration = missing_samples = ""
-    sentence_match = _TOO_FEW.fullmatch(too_few_sentence)
-    if sentence_match is not None:
-        if "calibration" in sentence_match["things"]:
-            missing_calibration = sentence_match["missing"]
-        else:
-            missing_samples = sentence_match["missing"]
+    missing_calibration, missing_samples = _read_missing(too_few_sentence)
     has_limits = gates.min_speedup is not None or gates.max_loss is not None
     return Verdict(
         level,
@@ -215,6 +205,24 @@ def verdict(
         missing_samples=missing_samples,
         assumes_inputs=assumes_inputs,
     )
+
+
+def _find_loss(reasons: Sequence[str], losses: Sequence[_Finding]) -> int | None:
+    """Return the index of the first reason that is a figure on the loss of int8; None if none is.
+
+    `losses`: findings on int8; one that begins with the float model is a sentence, no figure.
+    """
+    figures = {reason for _, reason in losses if not reason.startswith(FLOAT_MODEL)}
+    return next((index for index, reason in enumerate(reasons) if reason in figures), None)
+
+
+def _read_missing(too_few_sentence: str) -> tuple[str, str]:
+    """Return how many more samples a sentence wants, (to calibrate with, to judge by); "" for 0."""
+    sentence_match = _TOO_FEW.fullmatch(too_few_sentence)
+    if sentence_match is None:
+        return "", ""
+    missing = sentence_match["missing"]
+    return (missing, "") if "calibration" in sentence_match["things"] else ("", missing)
 
 
 def _choose_too_few(sentences: Sequence[str], accuracy: Accuracy | None) -> str:
