@@ -147,28 +147,20 @@ def bench(
         notes = ()
         if compares_outputs:
             accuracies = _compare_outputs(engines, feed, metric)
-            (sample,) = feed.first_samples(1)
-            for label, loaded_engine in engines.items():
-                for model, path in _read_onnx_models([loaded_engine]):
-                    notes += tuple(filter(None, [warn_of_int8_kernels(model, path.name)]))
-                    notes += (*warn_of_random_outputs(model, sessions[label], sample, label),)
+            notes = tuple(_comparison_notes(engines, feed))
 
-    # the latency of all engines at each batch size
-    batch_sizes: list[int | None] = [*sorted(set(batches))]  # the smallest first
-    if not batch_sizes:
-        batch_sizes = [None]  # the model's own
-    latencies_by_batch: _LatencyByBatch = {}
-    for batch in batch_sizes:
-        latencies_by_batch[batch] = _measure_batch(
-            sessions, make_inputs(batch), batch, warmup_ms, duration_s
-        )
+    # the latency of all engines at each batch size, the smallest first; None is the model's own
+    batch_sizes: list[int | None] = [*sorted(set(batches))] or [None]
+    latencies_by_batch: _LatencyByBatch = {
+        batch: _measure_batch(sessions, make_inputs(batch), batch, warmup_ms, duration_s)
+        for batch in batch_sizes
+    }
 
-    # all other figures are of the smallest batch
-    smallest_batch = batch_sizes[0]
-    inputs = make_inputs(smallest_batch)
-    latency_by_label = latencies_by_batch[smallest_batch]
     kernels: dict[str, tuple[KernelTime, ...]] = {}
-    if profile:
+    if profile:  # at the smallest batch, of which all other figures are, too
+        smallest_batch = batch_sizes[0]
+        inputs = make_inputs(smallest_batch)
+        latency_by_label = latencies_by_batch[smallest_batch]
         kernels = _time_kernels(
             engines, inputs, latency_by_label, threads=threads, duration_s=duration_s
         )
@@ -177,16 +169,16 @@ def bench(
         notes = (*preprocessing_notes(feed), *notes)
 
     # a row of the report for each engine, the reference first
-    rows = []
-    for label, loaded_engine in engines.items():
-        row = _make_row(
+    rows = [
+        _make_row(
             label,
             loaded_engine,
             latencies_by_batch,
             accuracies.get(label),
             kernels.get(label, ()),
         )
-        rows.append(row)
+        for label, loaded_engine in engines.items()
+    ]
     if len(rows) > 1:  # the others are compared with the first
         rows[0] = replace(rows[0], reference=True)
     file_names = dict.fromkeys(loaded_engine.path.name for loaded_engine in engines.values())
@@ -265,6 +257,21 @@ def _compare_outputs(
     metric = replace(metric, declared=declaration)
     accuracy = compare_sessions(reference.session, candidate.session, feed, metric)
     return {candidate_label: accuracy}
+
+
+def _comparison_notes(engines: Mapping[str, _LoadedEngine], feed: Feed) -> Iterator[str]:
+    """Yield what makes outputs of ONNX models wrong here: the CPU's kernels, or random numbers.
+
+    Args:
+        engines: label -> engine; other engines than ONNX models are not looked at.
+        feed: the images, of which the first is run.
+    """
+    (sample,) = feed.first_samples(1)
+    for label, engine in engines.items():
+        for model, path in _read_onnx_models([engine]):
+            if warning := warn_of_int8_kernels(model, path.name):
+                yield warning
+            yield from warn_of_random_outputs(model, engine.session, sample, label)
 
 
 @dataclass(frozen=True, slots=True)
