@@ -147,7 +147,7 @@ def bench(
         notes = ()
         if compares_outputs:
             accuracies = _compare_outputs(engines, feed, metric)
-            notes = tuple(_comparison_notes(engines, feed))
+            notes = tuple(_comparison_notes(engines.values(), feed))
 
     # the latency of all engines at each batch size, the smallest first; None is the model's own
     batch_sizes: list[int | None] = [*sorted(set(batches))] or [None]
@@ -259,19 +259,18 @@ def _compare_outputs(
     return {candidate_label: accuracy}
 
 
-def _comparison_notes(engines: Mapping[str, _LoadedEngine], feed: Feed) -> Iterator[str]:
+def _comparison_notes(engines: Iterable[_LoadedEngine], feed: Feed) -> Iterator[str]:
     """Yield what makes outputs of ONNX models wrong here: the CPU's kernels, or random numbers.
 
     Args:
-        engines: label -> engine; other engines than ONNX models are not looked at.
+        engines: the engines; others than ONNX models are not looked at.
         feed: the images, of which the first is run.
     """
     (sample,) = feed.first_samples(1)
-    for label, engine in engines.items():
-        for model, path in _read_onnx_models([engine]):
-            if warning := warn_of_int8_kernels(model, path.name):
-                yield warning
-            yield from warn_of_random_outputs(model, engine.session, sample, label)
+    for model, path in _read_onnx_models(engines):
+        if warning := warn_of_int8_kernels(model, path.name):
+            yield warning
+        yield from warn_of_random_outputs(model, sample, path.name, path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -572,10 +571,8 @@ def model_size(path: Path) -> int:
         return total
     external_tensors = filter(uses_external_data, model.graph.initializer)
     # a set, since several weights may lie in one file
-    external_files = {
-        path.parent / ExternalDataInfo(tensor).location for tensor in external_tensors
-    }
-    for file in external_files:
+    locations = {ExternalDataInfo(tensor).location for tensor in external_tensors}
+    for file in map(path.parent.joinpath, locations):
         if file.is_file():  # else it was removed after the model was loaded
             total += file.stat().st_size
     return total

@@ -231,9 +231,12 @@ def compare(
         )
 
     feed = _open_feed(dataset, first_model, threads, user_model=first)
-    accuracy_by_tensor, random_notes = _compare_tensors(
-        first_model, second_model, pairs, feed, threads
-    )
+    accuracy_by_tensor = _compare_tensors(first_model, second_model, pairs, feed, threads)
+    notes = [*preprocessing_notes(feed)]
+    for sample in feed.first_samples(1):
+        notes += warn_of_random_outputs(first_model, sample, "the first model")
+        notes += warn_of_random_outputs(second_model, sample, "the second model")
+    notes += _uncompared_notes(first_model, second_model, accuracy_by_tensor)
     node_by_output = Graph(first_model).producer
     layers: list[TensorDifference] = []
     outputs: list[TensorDifference] = []
@@ -247,11 +250,7 @@ def compare(
         min_sqnr_db=min_sqnr_db,
         layers=tuple(layers),
         outputs=tuple(outputs),
-        notes=(
-            *preprocessing_notes(feed),
-            *random_notes,
-            *_uncompared_notes(first_model, second_model, accuracy_by_tensor),
-        ),
+        notes=tuple(notes),
     )
 
 
@@ -340,11 +339,11 @@ def _compare_tensors(
     pairs: Mapping[str, str],
     feed: Feed,
     threads: int | None,
-) -> tuple[dict[str, OutputAccuracy], list[str]]:
+) -> dict[str, OutputAccuracy]:
     """Compare pairs of tensors in one pass, with the tensors of one sample in memory at a time.
 
-    Return the first model's tensor -> accuracy of the second one's, and warnings of models that
-    draw random numbers. Left out are tensors that hold no floats, or no value in any sample.
+    Return the first model's tensor -> accuracy of the second one's. Left out are tensors that hold
+    no floats, or no value in any sample.
 
     Args:
         first_model: the reference.
@@ -359,7 +358,6 @@ def _compare_tensors(
     )
 
     comparison: TensorComparison | None = None
-    notes: list[str] = []
     with phase("comparing", len(feed), "samples") as show_progress, feed.samples() as samples:
         for sample in samples:
             first_tensors = first_session.run(sample)
@@ -367,20 +365,14 @@ def _compare_tensors(
             if comparison is None:  # the first run shows which tensors hold floats
                 float_pairs = dict(_select_float_pairs(pairs, first_tensors, second_tensors))
                 if not float_pairs:
-                    return {}, []
-                notes += warn_of_random_outputs(
-                    first_model, first_session, sample, "the first model"
-                )
-                notes += warn_of_random_outputs(
-                    second_model, second_session, sample, "the second model"
-                )
+                    return {}
                 comparison = TensorComparison(float_pairs, batch_inputs(feed.specs))
             comparison.add(sample, first_tensors, second_tensors)
             show_progress()
     if comparison is None:  # there was no sample
-        return {}, []
+        return {}
     accuracies = zip(comparison.pairs, comparison.result(), strict=True)
-    return {name: accuracy for name, accuracy in accuracies if not accuracy.empty}, notes
+    return {name: accuracy for name, accuracy in accuracies if not accuracy.empty}
 
 
 def _make_difference(

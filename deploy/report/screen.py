@@ -498,10 +498,7 @@ def _rebuild_steps(report: Findings, target: TargetPart, verdict: Verdict) -> It
     if command and request.is_quantized and engine is not None and engine.accuracy is None:
         yield f"measure it: {command} --images PATH"
     if request.is_quantized:
-        # the reference is the model of --float; without --float the Q/DQ model itself
-        float_path = report.reference.path if report.reference else None
-        if float_path is None or (report.model and report.model.path == float_path):
-            float_path = "FLOAT.onnx"
+        float_path = _float_path(report) or "FLOAT.onnx"
         float_build = f"calib8 build {shlex.quote(float_path)} --images FOLDER"
         yield f"the float model that it was made from: {float_build}"
     elif command and not verdict.gated:  # gated: the engine misses a limit of the user's

@@ -160,6 +160,7 @@ _MACHINES = {
 _ADJUST_FOR_DLA_FLAG = "--adjustForDLA"  # since 10.16: lets the parser rewrite layers for DLA
 _DLA_FLAGS = ("--useDLACore=0", "--allowGPUFallback")
 _FIRST_WITHOUT_DLA = "10.8.0"  # from it on DLA takes no cache; from 11.4.1 on it takes typed models
+_FIRST_WITH_FP8, _FIRST_WITH_TYPED_DLA = "10.2.0", "11.4.1"  # as in `FEATURES`
 # type -> first supported version that has it
 _FIRST_WITH_TYPE = {FP16: "8.5.0", FP32: "8.5.0", BF16: "9.0.0"}
 
@@ -294,24 +295,19 @@ def find_unread_model(
 
 
 def find_unsupported_option(options: TensorrtOptions, version: str) -> Iterator[str]:
-    """Yield a warning of an option that TensorRT `version` certainly does not support."""
+    """Yield a warning of each option that TensorRT `version` certainly does not support."""
     label = version_label(version)
-    features = features_of(version)
-    flag = ""
-    if options.precision == FP8 and not features.fp8:
-        flag = "--precision fp8"
-        first_version = ParserRequirements(opset=0).first_version("fp8")
-    elif options.dla and not features.dla and label >= version_label(_FIRST_WITHOUT_DLA):
-        flag = "--dla"
-        first_version = ParserRequirements(opset=0).first_version("dla")
-    elif options.rest == BF16 and label < version_label(_FIRST_WITH_TYPE[BF16]):
-        flag = "--rest bf16"
-        first_version = _FIRST_WITH_TYPE[BF16]
-    if flag:
-        yield (
-            f"TensorRT {version} does not support {flag}; give --trt-version {first_version} or"
-            f" newer if the device has it, else leave {flag} out"
-        )
+    builds_typed = label >= version_label(_FIRST_WITHOUT_DLA)  # older ones build from the cache
+    for flag, first_version, is_set in (
+        ("--precision fp8", _FIRST_WITH_FP8, options.precision == FP8),
+        ("--dla", _FIRST_WITH_TYPED_DLA, options.dla and builds_typed),
+        ("--rest bf16", _FIRST_WITH_TYPE[BF16], options.rest == BF16),
+    ):
+        if is_set and label < version_label(first_version):
+            yield (
+                f"TensorRT {version} does not support {flag}; give --trt-version {first_version} or"
+                f" newer if the device has it, else leave {flag} out"
+            )
 
 
 def _common_flags(options: TensorrtOptions, request: BuildRequest) -> list[str]:
