@@ -39,7 +39,7 @@ from deploy.targets.ascend.layer_searches import (
 from deploy.targets.ascend.models import write_models
 from deploy.targets.ascend.preparation import find_weight_sharers
 from deploy.targets.ascend.recipe import Recipe
-from deploy.targets.ascend.record import LayerRecord
+from deploy.targets.ascend.record import Records
 from deploy.targets.ascend.target import Ascend
 from deploy.targets.base import BuildRequest
 from deploy.terminal import phase
@@ -74,7 +74,7 @@ class AscendAutoTarget(Ascend):
                 observations[observation.key] = observation
         return tuple(observations.values())
 
-    def find_records(self, request: BuildRequest) -> dict[str, dict[str, LayerRecord]]:
+    def find_records(self, request: BuildRequest) -> dict[str, Records]:
         """Return search -> layer -> its record: scale, offset and factors that the search finds.
 
         The default search is the first. A search that balances inputs and weights (AMCT's DMQ) has
