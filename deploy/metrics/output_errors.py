@@ -119,11 +119,11 @@ class RunningError:
         sample_sums, max_error = _pair_sums(reference, candidate)
         if not np.isfinite(sample_sums).all():
             has_nonfinite = [not np.isfinite(values).all() for values in (reference, candidate)]
-            self.not_finite[0] += has_nonfinite[0]
-            self.not_finite[1] += has_nonfinite[1]
             if any(has_nonfinite):
+                self.not_finite[0] += has_nonfinite[0]
+                self.not_finite[1] += has_nonfinite[1]
                 return
-            # else all values are finite, but their squares overflow: figures become Inf or NaN
+            # else only squares of values overflow, so it is summed: figures become Inf or NaN
         self.sums += sample_sums
         # None: the sum is not wanted. It is a single 0 before the first sample, and has that
         # sample's size after it; samples of another size are left out of it

@@ -170,7 +170,9 @@ def _propose_joined(tables: Sequence[_RowTable], samples: FirstSamples) -> Itera
         # classes of steps or of pixels sum to 1, a detector's rows do not
         values = samples.arrays(table.columns.output)
         if table.width > _BOX_WIDTH and not any(_are_classes(values, axis) for axis in (1, -1, -2)):
-            yield from _split_columns(table, samples)
+            # either order of columns, which `_confirm` accepts or refuses by their values
+            yield from _split_nanodet_columns(table)
+            yield from _split_yolo_columns(table, samples)
 
 
 def _are_classes(values: Arrays, axis: int) -> bool:
@@ -178,20 +180,8 @@ def _are_classes(values: Arrays, axis: int) -> bool:
     return all(sums_to_one(value, axis).all() for value in values)
 
 
-def _split_columns(table: _RowTable, samples: FirstSamples) -> Iterator[RowDecoder]:
-    """Propose which columns of a table are boxes, objectness and classes, by their values.
-
-    Two orders are proposed::
-
-        NanoDet   classes | distributions of a box's distances from its cell
-        YOLO      box | objectness, if any | classes | further columns, such as key points
-
-    An objectness is the probability that there is any object. Scores are probabilities; YOLO's may
-    be raw, too, if the user or the file says that the outputs are boxes.
-
-    `table`: an output as rows [anchors, columns].
-    """
-    # NanoDet's order
+def _split_nanodet_columns(table: _RowTable) -> Iterator[RowDecoder]:
+    """Propose NanoDet's columns: classes | distributions of a box's distances from its cell."""
     classes_end = _count_probabilities(table, 0)
     if _have_wide_coding(table, classes_end):
         yield RowDecoder(
@@ -200,7 +190,16 @@ def _split_columns(table: _RowTable, samples: FirstSamples) -> Iterator[RowDecod
             strides=table.strides,
         )
 
-    # YOLO's order; `score_count` columns are the objectness, if any, and the classes
+
+def _split_yolo_columns(table: _RowTable, samples: FirstSamples) -> Iterator[RowDecoder]:
+    """Propose YOLO's columns: box | objectness, if any | classes | others, such as key points.
+
+    An objectness is the probability that there is any object. Scores are probabilities; they may be
+    raw, too, if the user or the file says that the outputs are boxes.
+
+    `table`: an output as rows [anchors, columns].
+    """
+    # so many columns are the objectness, if any, and the classes
     score_count = _count_probabilities(table, _BOX_WIDTH)
     if not score_count and samples.are_known_boxes:
         score_count = table.width - _BOX_WIDTH
