@@ -576,6 +576,15 @@ def test_clip_of_uint8_codes_keeps_zero(limits, is_read):
         load_float_or_qdq(model)
 
 
+def test_left_out_zero_point_has_any_shape():
+    w = Writer()
+    scale = w.hold("s", np.float32([0.03]))
+    q = w.node("QuantizeLinear", ["x", scale, w.hold("z", np.int8(0))], "q")
+    x = w.node("DequantizeLinear", [q, scale], "dq")
+    model = w.model(w.conv(x, w.weight("w1", W1)), shape=(1, 8, 16, 16))
+    assert "x" in load_float_or_qdq(model).qdq.grids
+
+
 @pytest.mark.parametrize("end", ["", "top"])
 def test_clip_of_codes_without_two_constants_is_refused(end):
     w = Writer()

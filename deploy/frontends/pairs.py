@@ -101,7 +101,7 @@ class PairGrid:
         """Return whether another grid has bit-identical scales and the same zero points."""
         if self.dtype != other.dtype or self.scale.tobytes() != other.scale.tobytes():
             return False
-        return bool(self.zero.tolist() == other.zero.tolist())
+        return self.zero.tobytes() == other.zero.tobytes()  # of shape [] or [1]
 
 
 PairGrids = Mapping[str, tuple[PairGrid, ...]]  # tensor of the float model -> grids of its pairs
