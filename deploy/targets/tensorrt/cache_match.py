@@ -9,7 +9,7 @@
 Every unused entry and every tensor to be quantized that is left without a scale gets a reason.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -118,25 +118,16 @@ def match_cache(
     version = cache.header.version or _LEGACY_VERSION
     # the entries that TensorRT would write, each with the tensor of the model that it is for
     expected_entries = cache_tensors(model, version=version, original=original)
-    tensor_by_name = {entry.name: entry.tensor for entry in expected_entries}
-    # a tensor's own name comes first, even if the parser gives it to another tensor
-    tensor_by_name |= {entry.tensor: entry.tensor for entry in expected_entries}
-
     scale_by_entry = cache.scales()
-    for name, float32_tensor in float16_ends(model).items():
-        if float32_tensor not in scale_by_entry:  # TensorRT read the user's file, without this cast
-            tensor_by_name.setdefault(name, float32_tensor)
+    tensor_by_entry = _find_tensors(scale_by_entry, expected_entries, model)
     flaw_by_entry = cache.flaws()  # name -> "zero", "inf", "NaN" or "negative", of its scale
     scale_by_tensor = {}
     flaw_by_tensor = {}
-    for name, scale in scale_by_entry.items():
-        tensor = tensor_by_name.get(name)
-        if tensor is None:
-            continue
+    for name, tensor in tensor_by_entry.items():
         if name in flaw_by_entry:
             flaw_by_tensor[tensor] = f"has a {flaw_by_entry[name]} scale"
         else:
-            scale_by_tensor[tensor] = scale
+            scale_by_tensor[tensor] = scale_by_entry[name]
 
     # the tensors that get a pair: those that have a usable scale, and an int8 or fp8 reader
     plan, scale_source_by_tensor = _plan_with_scales(
@@ -160,23 +151,42 @@ def match_cache(
     # how each entry is used, or why it is not
     entries = []
     for name in scale_by_entry:
-        tensor = tensor_by_name.get(name)
+        entry_tensor = tensor_by_entry.get(name)
         is_used = False
-        if tensor is None:  # the model has no tensor for this entry
+        if entry_tensor is None:  # the model has no tensor for this entry
             reason = _why_unmatched(name, model, original)
         elif name in flaw_by_entry:
             reason = f"its scale is {flaw_by_entry[name]}"
-        elif tensor not in used_tensors:
+        elif entry_tensor not in used_tensors:
             reason = f"no pair of its own: no {placement.precision_name} node reads it directly"
         else:
             is_used = True
-            reason = "by name" if name == tensor else "as TensorRT's parser names it"
-        entries.append(EntryUse(name, tensor, is_used=is_used, reason=reason))
+            reason = "by name" if name == entry_tensor else "as TensorRT's parser names it"
+        entries.append(EntryUse(name, entry_tensor, is_used=is_used, reason=reason))
     coverages = [
         _describe_coverage(tensor, scale_source, tensor in scales, flaw_by_tensor)
         for tensor, scale_source in scale_source_by_tensor.items()
     ]
     return CacheMatch(tuple(entries), tuple(coverages), plan, scales)
+
+
+def _find_tensors(
+    names: Collection[str], expected_entries: Sequence[CacheTensor], model: onnx.ModelProto
+) -> dict[str, str]:
+    """Return name of an entry -> its tensor, for the entries that belong to one.
+
+    Args:
+        names: the names of all entries of the cache.
+        expected_entries: the entries that TensorRT would write.
+        model: the cleaned float model.
+    """
+    tensor_by_name = {entry.name: entry.tensor for entry in expected_entries}
+    # a tensor's own name comes first, even if the parser gives it to another tensor
+    tensor_by_name |= {entry.tensor: entry.tensor for entry in expected_entries}
+    for name, float32_tensor in float16_ends(model).items():
+        if float32_tensor not in names:  # TensorRT read the user's file, without this cast
+            tensor_by_name.setdefault(name, float32_tensor)
+    return {name: tensor_by_name[name] for name in names if name in tensor_by_name}
 
 
 def _plan_with_scales(
