@@ -201,7 +201,12 @@ class BoxComparison:
 
 @pytest.mark.parametrize(
     ("box_limit", "calls_again"),
-    [(14, [(5, (0, 2, 4, 6, 8, 10, 12))]), (64, [(1, tuple(range(0, 64, 2)))]), (90, None)],
+    [
+        (0, [(12, ())]),
+        (14, [(5, (0, 2, 4, 6, 8, 10, 12))]),
+        (64, [(1, tuple(range(0, 64, 2)))]),
+        (90, None),
+    ],
 )
 def test_samples_without_boxes_are_hardly_run_again(box_limit, calls_again, monkeypatch):
     """Where there are few boxes, later models run on those samples, and on 12 at least."""

@@ -289,8 +289,8 @@ class VerdictPredictor:
         max_loss: the user's limit of loss; None for none.
         form: slices and task of the outputs, and the user's metric.
         count_samples: called with the number of samples that are run.
-        few_box_keys: keys of the evaluation samples with boxes, if they hold few boxes in
-            all; empty until the first model has run on all samples.
+        few_box_keys: if the evaluation samples hold few boxes in all, one entry: the keys of those
+            with boxes, perhaps of none. Empty until the first model has run on all samples.
     """
 
     evaluation_set: EvaluationSet
@@ -299,7 +299,7 @@ class VerdictPredictor:
     max_loss: float | None
     form: OutputForm
     count_samples: Callable[[int], None]
-    few_box_keys: list[int]
+    few_box_keys: list[tuple[int, ...]]
 
     def predict(self, model: onnx.ModelProto, *, noise: float) -> ExpectedVerdict:
         """Return the expected verdict on the engine of a model, from as few samples as will do.
@@ -355,19 +355,21 @@ class VerdictPredictor:
         subset = self.evaluation_set.subset
         count = len(subset)
         sample_counts = [*(limit for limit in _FIRST_SAMPLES if limit < count), count]
+        box_keys: tuple[int, ...] = ()
         if self.few_box_keys:
-            sample_counts = [max(1, _FIRST_SAMPLES[0] - len(self.few_box_keys))]
+            (box_keys,) = self.few_box_keys
+            sample_counts = [max(1, _FIRST_SAMPLES[0] - len(box_keys))]
         for max_samples in sample_counts:
             earlier_count = len(comparison.keys)
             try:
                 accuracy = comparison.compare(
-                    max_samples, threads=self.threads, added_keys=self.few_box_keys
+                    max_samples, threads=self.threads, added_keys=box_keys
                 )
             finally:  # samples that ran before an error are spent too
                 self.count_samples(len(comparison.keys) - earlier_count)
             # each step of a model with states needs the one before, so none may be left out later
             if len(comparison.keys) == count and _few_boxes(accuracy) and not subset.states:
-                self.few_box_keys[:] = comparison.box_keys
+                self.few_box_keys[:] = [tuple(comparison.box_keys)]
             yield accuracy
 
 

@@ -320,7 +320,7 @@ def _split_chooser(
         form=form,
         count_samples=budget.spend,
         # one list for the searches of all targets: `compute_once` makes an empty one in the first
-        few_box_keys=setup.request.ranges.compute_once("few boxes", list[int]),
+        few_box_keys=setup.request.ranges.compute_once("few boxes", list[tuple[int, ...]]),
     )
     target = setup.target
     # most samples that one more trial takes: to run it, and to predict its verdict
