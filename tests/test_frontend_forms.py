@@ -741,6 +741,14 @@ def test_ratio_without_exact_scale_stays():
     assert load(model).model.graph.node[0] == model.graph.node[0]
 
 
+@pytest.mark.parametrize("shape", [[], [1, 3]])
+def test_axis_that_the_tensor_lacks_is_refused(shape):
+    nodes = [("Resize", ["x", "", "scales"], "y", {"axes": [2]})]
+    model = make_model(nodes, {"x": shape, "scales": [1]}, {"y": shape}, opset=18)
+    with pytest.raises(ModelError, match="axis"):
+        load(model)
+
+
 def test_computed_axes_of_pad_become_all():
     model = net("Pad", I64([1, 2]), "", "a", opset=18)
     negated = make_node("Neg", "b", "a", name="axes")

@@ -250,9 +250,9 @@ def _complete_pad(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
     """Write a Pad with an input of axes, from opset 18 on, with pads of all axes instead."""
     if not optional_input(node, 3):
         return [node]
-    axes = scope.values(node.input[3], "axes").tolist()
     # pads before all axes, then those after them
     no_pads = np.zeros(2 * len(scope.shape(node.input[0])), np.int64)
+    axes = scope.values(node.input[3], "axes").tolist()
     nodes = _complete_input(node, 1, axes, scope, no_pads)
     del node.input[3:]
     return [*nodes, node]
@@ -355,6 +355,7 @@ def _complete_input(
 
     Raises:
         CannotRewrite: the rank is unknown.
+        IndexError: the node's first input lacks one of the axes.
     """
     source = node.input[0]
     sizes = scope.shape(source)
@@ -365,9 +366,10 @@ def _complete_input(
     # first the defaults, then in place of some the values that the input has
     complete_values = list(sizes) if defaults is None else defaults.tolist()
     value_count = len(complete_values)
-    positions = []  # in the complete input, of the values that the input has
-    for start in range(0, value_count, len(sizes) or 1):
-        positions += [start + axis % len(sizes) for axis in axes]
+    # in the complete input, of the values that the input has
+    starts = range(0, value_count, len(sizes) or 1)
+    axis_positions = [range(len(sizes))[axis] for axis in axes]
+    positions = [start + position for start in starts for position in axis_positions]
     if partial_name in scope.constants:
         partial_values = scope.values(partial_name, "values")
         for position, value in zip(positions, partial_values.tolist(), strict=True):
