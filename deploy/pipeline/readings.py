@@ -173,19 +173,16 @@ def find_better_reading(
         outputs = evaluation_set.reference_outputs.recompute(inputs)
         return sample_scores(task, inputs, outputs, label)
 
-    # the scores in the reading in use, and the part of the sentence that counts: boxes, or with
-    # labels the images that are right. Without labels a classifier has probabilities, and no count
+    # the scores in the reading in use: with labels, of the images that have one
     is_detector = isinstance(task, BoxDetection)
     labelled_samples = [] if is_detector else read_labelled(evaluation)
     has_labels = bool(labelled_samples)
     if has_labels:
         current_scores = [score(inputs, label) for inputs, label in labelled_samples]
-        count_template = "gets {} of " + f"{counted(len(labelled_samples), 'image')} right"
     else:
         current_scores = [
             sample_scores(task, inputs, outputs) for inputs, outputs in samples_with_outputs
         ]
-        count_template = "finds {} boxes" if is_detector else ""
     current_count = count_clear_scores(current_scores)
 
     # a wrong scale can saturate scores, which looks sure, so other scales are tried only if the
@@ -194,18 +191,32 @@ def find_better_reading(
     with_scales = finds_few_boxes or has_labels
     for reading in list_readings(calibration, current_preprocess, with_scales=with_scales):
         # without labels the same samples are read again, one at a time
-        samples: Iterable[LabelledSample] = labelled_samples
-        if not has_labels:
-            samples = ((inputs, None) for inputs in evaluation_set.subset.spread_samples(SAMPLES))
         scores = score_reading(
-            samples, current_scores, score, current_preprocess, reading.preprocess
+            labelled_samples
+            or ((inputs, None) for inputs in evaluation_set.subset.spread_samples(SAMPLES)),
+            current_scores,
+            score,
+            current_preprocess,
+            reading.preprocess,
         )
         if scores is None or not is_much_surer(scores, current_scores):
             continue
         # a detector that is surer, but finds no more boxes, would give a sentence of equal numbers
         if not is_detector or count_clear_scores(scores) > current_count:
+            count_template = _count_template(len(labelled_samples), is_detector=is_detector)
             return describe_reading(reading, scores, current_scores, count_template)
     return describe_crop(calibration.feed, current_preprocess) if has_labels else ""
+
+
+def _count_template(labelled_count: int, *, is_detector: bool) -> str:
+    """Return the part of the sentence that counts what a reading gets right; {} is the number.
+
+    A detector finds boxes. A classifier with labels gets images right; without labels it has only
+    probabilities, and the part is "".
+    """
+    if labelled_count:
+        return "gets {} of " + f"{counted(labelled_count, 'image')} right"
+    return "finds {} boxes" if is_detector else ""
 
 
 def _is_convertible(calibration: CalibrationResult) -> bool:
