@@ -246,11 +246,7 @@ def _read_build(
     if report.feed is not None and not request.is_quantized:  # a Q/DQ model is not calibrated
         calibration_digest = report.feed.digest or ""
     stored_preprocess = report.feed.preprocess if report.feed else {}
-    # a build that ran samples without preprocessing was fed arrays: nothing in it says how images
-    # become inputs. A Q/DQ model may be built without samples, and then has no accuracy
-    ran_samples = any(engine.accuracy for engine in report.engines)
     has_preprocess = stored_preprocess or dataset.preprocess or loaded.metadata_preprocess
-    image_doubts = (_FED_ARRAYS,) if ran_samples and not has_preprocess else ()
     verdicts = [engine.verdict for engine in report.engines if engine.verdict]
     had_default_inputs = any(verdict.assumes_inputs for verdict in verdicts)
     shipped = _ShippedFiles(
@@ -264,12 +260,22 @@ def _read_build(
         metric=metric,
         calibration_digest=calibration_digest,
         alerts=(*_change_alerts(verification, results), *reference_alerts),
-        image_doubts=image_doubts,
+        image_doubts=() if has_preprocess else _doubt_images(report),
         had_assumed_inputs=had_default_inputs and dataset.preprocess is None,
         had_random_outputs=against is None
         and any(verdict.blames_randomness for verdict in verdicts),
     )
     return shipped, with_stored_preprocess(dataset, stored_preprocess, build.path)
+
+
+def _doubt_images(report: Report) -> tuple[str, ...]:
+    """Return the doubt on images of a model for which nothing says how images become inputs.
+
+    A build that ran samples was fed arrays then. A Q/DQ model may be built without samples, and
+    then has no accuracy.
+    """
+    ran_samples = any(engine.accuracy for engine in report.engines)
+    return (_FED_ARRAYS,) if ran_samples else ()
 
 
 def _read_task_and_metric(report: Report) -> tuple[str, str]:

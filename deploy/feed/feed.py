@@ -163,9 +163,8 @@ class Dataset:
         resolved = self._resolve_recurrence(specs, recurrence)
         if resolved is not None:  # the model has states, which the samples may hold or lack
             holds_states, source = opener.probe_first_sample(source, files)
-            if (
-                not holds_states
-            ):  # the samples hold the other inputs, and the model makes the states
+            if not holds_states:
+                # the samples hold the other inputs, and the model makes the states
                 opener = replace(opener, specs=resolved.data_inputs, recurrence=resolved)
             elif resolved.is_set_by_user:
                 # as the user wants, the model makes the states here too; those of the samples are
