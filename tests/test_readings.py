@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from shutil import copytree
 
 import cv2
 import numpy as np
@@ -73,6 +74,23 @@ def test_swapped_colors_are_named(red_detector, warnings_of):
 
 def test_reading_without_more_boxes_is_unnamed(red_detector, warnings_of):
     assert "FP32 finds" not in warnings_of(red_detector(scale=0.3), "--color", "bgr")
+
+
+@pytest.mark.slow
+def test_readings_compare_only_readable_pictures(
+    red_detector, red_squares, run, warnings_of, tmp_path
+):
+    model, cache = red_detector(), tmp_path / "red.cache"
+    run("calibrate", model, "--images", red_squares, "--target", "tensorrt", "-o", cache)
+    pictures = tmp_path / "pictures"
+    copytree(red_squares, pictures)
+    cut_picture = pictures / "13.png"
+    cut_picture.write_bytes(cut_picture.read_bytes()[:200])  # its header is good
+
+    # a trusted cache does not read the pictures, so that this one is bad shows when readings are
+    trust = ("--target", "tensorrt", "--cache", cache, "--trust-cache")
+    other = ("--images", pictures, "--skip-bad", "--eval-images", red_squares, "--color", "bgr")
+    assert "FP32 finds 15 boxes as RGB, but 0" in warnings_of(model, *trust, *other)
 
 
 def test_metadata_that_fits_better_is_named(red_detector, warnings_of):

@@ -157,11 +157,17 @@ def find_better_reading(
     if current_preprocess is None or not _is_convertible(calibration):
         return ""
 
-    # the task is recognised by the float model's outputs for the first samples
     evaluation_set = calibration.evaluation_set
-    output_form, samples_with_outputs = derive_from_first(
-        evaluation_set.samples_with_outputs(SAMPLES), metric
-    )
+    good_keys: list[int] = []  # of the samples that could be read
+
+    def read_with_outputs() -> Iterator[tuple[Outputs, Outputs]]:
+        """Yield (sample, its float outputs) in the reading in use; store the samples' keys."""
+        for key, sample in evaluation_set.subset.spread_with_keys(SAMPLES):
+            good_keys.append(key)
+            yield sample, evaluation_set.reference_outputs.get(key, sample)
+
+    # the task is recognised by the float model's outputs for the first samples
+    output_form, samples_with_outputs = derive_from_first(read_with_outputs(), metric)
     task = output_form.task
     if not isinstance(task, BoxDetection | Classes):
         return ""
@@ -190,10 +196,11 @@ def find_better_reading(
     finds_few_boxes = is_detector and current_count <= MAX_SILENT_BOXES
     with_scales = finds_few_boxes or has_labels
     for reading in list_readings(calibration, current_preprocess, with_scales=with_scales):
-        # without labels the same samples are read again, one at a time
+        # without labels the same samples are read again, one at a time. `spread_with_keys` might
+        # choose others, in place of those that proved to be bad
+        good_samples = calibration.feed.samples_by_key(good_keys)
         scores = score_reading(
-            labelled_samples
-            or ((inputs, None) for inputs in evaluation_set.subset.spread_samples(SAMPLES)),
+            labelled_samples or ((inputs, None) for _, inputs in good_samples),
             current_scores,
             score,
             current_preprocess,
