@@ -147,7 +147,7 @@ def bench(
         notes = ()
         if compares_outputs:
             accuracies = _compare_outputs(engines, feed, metric)
-            notes = tuple(_comparison_notes(engines.values(), feed))
+            notes = tuple(_comparison_notes(engines, feed))
 
     # the latency of all engines at each batch size, the smallest first; None is the model's own
     batch_sizes: list[int | None] = [*sorted(set(batches))] or [None]
@@ -259,18 +259,19 @@ def _compare_outputs(
     return {candidate_label: accuracy}
 
 
-def _comparison_notes(engines: Iterable[_LoadedEngine], feed: Feed) -> Iterator[str]:
+def _comparison_notes(engines: Mapping[str, _LoadedEngine], feed: Feed) -> Iterator[str]:
     """Yield what makes outputs of ONNX models wrong here: the CPU's kernels, or random numbers.
 
     Args:
-        engines: the engines; others than ONNX models are not looked at.
+        engines: label -> engine; others than ONNX models are not looked at.
         feed: the images, of which the first is run.
     """
     (sample,) = feed.first_samples(1)
-    for model, path in _read_onnx_models(engines):
-        if warning := warn_of_int8_kernels(model, path.name):
-            yield warning
-        yield from warn_of_random_outputs(model, sample, path.name, path)
+    for label, engine in engines.items():
+        for model, path in _read_onnx_models([engine]):
+            if warning := warn_of_int8_kernels(model, label):
+                yield warning
+            yield from warn_of_random_outputs(model, sample, label, path)
 
 
 @dataclass(frozen=True, slots=True)
