@@ -627,16 +627,7 @@ def _make_result(
     subject = run.subject
     feed = run.feed
     cache = run.policy.path
-    # the cache may have outliers of tensors that these targets do not observe
-    observed_tensors = {
-        (observation.variant.key, observation.tensor) for observation in run.observations
-    }
-    run_outliers = [
-        outlier for outlier in outliers if (outlier.variant, outlier.tensor) in observed_tensors
-    ]
-    outlier_warning = ""
-    if run_outliers:
-        outlier_warning = describe_outliers(run_outliers, feed.name_by_digest())
+    outlier_warning = _warn_of_outliers(run, outliers)
     remaining_checkpoint = None
     if checkpoint is not None and cache is None:  # else it was removed when the cache was written
         remaining_checkpoint = checkpoint.path
@@ -667,6 +658,21 @@ def _make_result(
         evaluation_set=run.evaluation_set,
         agreement=agreement,
     )
+
+
+def _warn_of_outliers(run: CalibrationRun, outliers: Iterable[Outlier]) -> str:
+    """Return a warning of samples that alone reach the extremes of a tensor; "" for none.
+
+    The cache may have outliers of tensors that the targets of this run do not observe: of these
+    nothing is said.
+    """
+    observed_tensors = {
+        (observation.variant.key, observation.tensor) for observation in run.observations
+    }
+    run_outliers = [
+        outlier for outlier in outliers if (outlier.variant, outlier.tensor) in observed_tensors
+    ]
+    return describe_outliers(run_outliers, run.feed.name_by_digest()) if run_outliers else ""
 
 
 def _resume_notes(checkpoint: Checkpoint | None, monitor: StabilityMonitor) -> tuple[str, ...]:

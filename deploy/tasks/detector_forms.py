@@ -568,9 +568,6 @@ def _find_activation(
     """
     column_count = rows.shape[1]  # classes, perhaps with the background
     has_background_column = column_count > 1 and class_count == column_count - 1
-    background = _find_background(rows)
-    if background is None and (are_known_boxes or has_background_column):
-        background = column_count - 1  # where DETR and most others have it
 
     # independent scores are those of a Sigmoid; a Softmax makes scores that sum to 1
     if are_in_unit_range(rows):  # probabilities already: nothing is missing
@@ -584,7 +581,11 @@ def _find_activation(
         missing_activation = "sigmoid" if is_independent else "softmax"
     if is_independent:
         return _Activation(missing_activation)
+
     # a Softmax needs a background for the rows without an object
+    background = _find_background(rows)
+    if background is None and (are_known_boxes or has_background_column):
+        background = column_count - 1  # where DETR and most others have it
     return None if background is None else _Activation(missing_activation, background)
 
 
