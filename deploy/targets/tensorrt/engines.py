@@ -116,17 +116,6 @@ def builder_settings(options: TensorrtOptions, request: BuildRequest) -> Builder
     Dynamic inputs accept every size of the samples.
     """
     sample = first_sample(request)
-    # If TensorRT itself calibrates, the engine is tuned for the shapes of a calibration batch. Else
-    # no shapes are set here, and the engine is tuned for the sample of median size.
-    calibration_shapes: dict[str, Shape] = {}
-    if options.calibrator is not None:
-        input_shapes = model_input_shapes(request)
-        for name, array in sample.items():
-            calibration_shapes[name] = array.shape
-            has_batch = name in request.batch_inputs
-            if has_batch and not is_static(input_shapes[name][0]):  # a dynamic batch
-                calibration_shapes[name] = (options.max_batch, *array.shape[1:])
-
     timing_cache = options.timing_cache  # the user's file, or None
     earlier_timing_cache = None
     if timing_cache is None:  # the build writes one of its own, and reads that of the build before
@@ -141,7 +130,7 @@ def builder_settings(options: TensorrtOptions, request: BuildRequest) -> Builder
             request,
             max_batch=options.max_batch,
             fixed=options.dla,
-            tuned_shapes=calibration_shapes,
+            tuned_shapes=_calibration_shapes(options, request, sample),
         ),
         values=_shape_values(sample),  # of inputs that shapes may depend on
         plugins=options.plugins,
@@ -149,6 +138,25 @@ def builder_settings(options: TensorrtOptions, request: BuildRequest) -> Builder
         timing_cache=timing_cache,
         earlier_timing_cache=earlier_timing_cache,
     )
+
+
+def _calibration_shapes(
+    options: TensorrtOptions, request: BuildRequest, sample: Mapping[str, Any]
+) -> dict[str, Shape]:
+    """Return input -> shape of a calibration batch, if TensorRT itself calibrates; else {}.
+
+    The engine is tuned for these shapes; without them, for the sample of median size.
+    """
+    if options.calibrator is None:
+        return {}
+    input_shapes = model_input_shapes(request)
+    shapes = {}
+    for name, array in sample.items():
+        shapes[name] = array.shape
+        has_batch = name in request.batch_inputs
+        if has_batch and not is_static(input_shapes[name][0]):  # a dynamic batch
+            shapes[name] = (options.max_batch, *array.shape[1:])
+    return shapes
 
 
 def _shape_values(sample: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
