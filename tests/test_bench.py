@@ -327,6 +327,9 @@ def test_model_size_counts_external_data(model_a):
     model = onnx.load(model_a)
     model.graph.initializer.append(numpy_helper.from_array(np.zeros(1000, np.float32), "w"))
     onnx.save(model, model_a, save_as_external_data=True, location="m.data", size_threshold=0)
+    model.graph.initializer.add().CopyFrom(model.graph.initializer[0])
+    model.graph.initializer[1].external_data[0].value = "./m.data"  # it lies in the same file
+    model_a.write_bytes(model.SerializeToString())
     assert model_size(model_a) == model_a.stat().st_size + 4000
 
 

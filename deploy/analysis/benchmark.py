@@ -571,9 +571,9 @@ def model_size(path: Path) -> int:
     except Exception:  # DecodeError of protobuf: the file is no ONNX file
         return total
     external_tensors = filter(uses_external_data, model.graph.initializer)
-    # a set, since several weights may lie in one file
-    locations = {ExternalDataInfo(tensor).location for tensor in external_tensors}
-    for file in map(path.parent.joinpath, locations):
+    # a set of paths, since several weights may lie in one file, as "m.data" or "./m.data"
+    files = {path.parent / ExternalDataInfo(tensor).location for tensor in external_tensors}
+    for file in files:
         if file.is_file():  # else it was removed after the model was loaded
             total += file.stat().st_size
     return total
