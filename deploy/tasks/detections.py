@@ -196,7 +196,7 @@ def suppress_overlaps(detections: Detections, iou: float = IOU) -> Detections:
         detections: of one sample, the best score first.
         iou: intersection over union.
     """
-    kept_indices: list[int] = []
+    kept_indices = []
     remaining_indices = np.arange(len(detections.scores))  # indices of boxes, the best first
     while remaining_indices.size:
         best_index = int(remaining_indices[0])

@@ -110,7 +110,7 @@ class SplitChooser:
 
         They are at most `MAX_POINTS`. `choice`: the trial that is built; it is always among them.
         """
-        points: list[Trial] = []
+        points = []
         least_loss = math.inf
         for trial in sorted(self.search.eligible, key=lambda trial: (trial.time, trial.loss)):
             if trial.loss < least_loss or trial is choice:

@@ -304,8 +304,8 @@ class Prices:
         for unit, (int8, float32) in self.unit_prices.items():
             costs[unit] = int8 + weight * losses.get(unit, 0.0), float32
 
-        conversions: list[tuple[str, str, float]] = []
-        followers: list[tuple[str, str]] = []  # (unit, the unit with which it must be float)
+        conversions = []
+        followers = []  # (unit, the unit with which it must be float)
         layers = {*self.units.layers, FLOAT_SIDE}
         for maker, reader, tensor in self.units.borders:
             conversions.append((maker, reader, self.conversions[tensor]))

@@ -22,7 +22,7 @@ _NO_NOISE_DB = 60.0  # nor is one that leaves more, whatever its share
 
 def float_reasons(search: Search, built: Trial) -> dict[str, str]:
     """Return node in float -> the reason, in the model's order, for the trial that is built."""
-    reasons: dict[str, str] = {}
+    reasons = {}
     for unit, node_names in search.units.members.items():
         if unit not in built.in_float:
             continue

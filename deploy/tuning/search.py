@@ -254,7 +254,7 @@ class Search:
         if len(self.methods) == 1:
             return base
 
-        likely_trials: list[Trial] = []  # of all methods, with the split of least predicted cost
+        likely_trials = []  # of all methods, with the split of least predicted cost
         splits = self.predicted_front()
         if splits:
             likely_split = min(splits, key=self._predicted_cost)

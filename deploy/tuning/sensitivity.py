@@ -170,7 +170,7 @@ def _regroup(prior: Sensitivity, layers: Sequence[str]) -> tuple[list[Group], di
     """
     prior_group_by_layer = {layer: group for group in prior.groups for layer in group}
     new_groups = []
-    noise_before: dict[Group, Noise] = {}
+    noise_before = {}
     for prior_group, members in groupby(layers, key=prior_group_by_layer.get):
         group = tuple(members)
         if prior_group is None:

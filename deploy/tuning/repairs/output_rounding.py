@@ -215,7 +215,7 @@ def _round_layer(
     """
     in_channels = layer.channel_shape[2]  # per group
     is_depthwise_layer = is_depthwise(layer.groups, layer.out_channels, in_channels)
-    rounded_by_grid: dict[object, RoundedWeight] = {}
+    rounded_by_grid = {}
     rounded_by_target = {}
     for target_name, target_quantization in quantization_by_target.items():
         quantization = target_quantization.quantization_by_layer.get(layer.name)

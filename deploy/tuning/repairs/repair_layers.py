@@ -198,7 +198,7 @@ def restore_weights(
         layers: the layers to restore.
     """
     dims_by_constant = {tensor.name: tensor.dims for tensor in model.graph.initializer}
-    restored_tensors: dict[str, onnx.TensorProto] = {}
+    restored_tensors = {}
     for layer in originals.keys() & set(layers):
         weight = originals[layer]
         padded_copy = padded_name(weight.name, layer)
