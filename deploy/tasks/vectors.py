@@ -238,8 +238,7 @@ def find_classes(samples: FirstSamples) -> Classes | None:
 
     # the outputs of classes: those of probabilities or, if there are none, of raw scores
     names = [name for name, rows in candidates.items() if are_probabilities_or_logs(rows)]
-    has_only_vectors = len(vectors) == len(samples.names)
-    may_have_others = bool(names) and samples.has_pictures and has_only_vectors
+    has_probabilities = bool(names)
     # independent probabilities beside raw scores are labels: `find_labels`, a later task, takes
     # these outputs
     if not names and find_labels(samples) is None:
@@ -247,9 +246,12 @@ def find_classes(samples: FirstSamples) -> Classes | None:
             # exporters call raw scores of classes "logits"
             if name == "logits" or are_raw_scores(rows, is_single=len(samples.names) == 1):
                 names.append(name)
-    has_others = len(names) < len(samples.names)
-    if not names or (has_others and not may_have_others):
+    if not names:
         return None
+    if len(names) < len(samples.names):
+        has_only_vectors = len(vectors) == len(samples.names)
+        if not (has_probabilities and samples.has_pictures and has_only_vectors):
+            return None
     return Classes(tuple(names), tuple(candidates[name].shape[1] for name in names))
 
 

@@ -23,8 +23,8 @@ _MIN_CAPACITY = 1e-9  # smaller residual capacities, as a share of all prices, c
 
 def cheapest_split(
     prices: Mapping[Unit, tuple[float, float]],
-    between: Iterable[tuple[Unit, Unit, float]],
-    follows: Iterable[tuple[Unit, Unit]] = (),
+    conversions: Iterable[tuple[Unit, Unit, float]],
+    followers: Iterable[tuple[Unit, Unit]] = (),
     pinned: Iterable[Unit] = (),
 ) -> frozenset[Unit]:
     """Return the units to run in float for the least total price; on a tie a unit runs in int8.
@@ -36,8 +36,8 @@ def cheapest_split(
 
     Args:
         prices: unit -> (price in int8, price in float), each 0 or more.
-        between: (unit, unit, price if one is int8 and the other float).
-        follows: (unit, other unit): the first must be float if the other is.
+        conversions: (unit, unit, price if one is int8 and the other float).
+        followers: (unit, other unit): the first must be float if the other is.
         pinned: units that must be float.
     """
     index_by_unit = {unit: index for index, unit in enumerate(prices, start=2)}  # 0, 1: the ends
@@ -49,12 +49,12 @@ def cheapest_split(
         network.add_pipe(_INT8_END, index_by_unit[unit], float32 - least_price)
         network.add_pipe(index_by_unit[unit], _FLOAT_END, int8 - least_price)
         unlimited += max(int8, float32)
-    for unit, other, price in between:
+    for unit, other, price in conversions:
         network.add_pipe(index_by_unit[unit], index_by_unit[other], price)
         network.add_pipe(index_by_unit[other], index_by_unit[unit], price)
         unlimited += price
     # cut where `unit` is int8 and `other` is float, which no cut pays
-    for unit, other in follows:
+    for unit, other in followers:
         network.add_pipe(index_by_unit[unit], index_by_unit[other], unlimited)
     for unit in pinned:  # the same where `unit` is int8
         network.add_pipe(index_by_unit[unit], _FLOAT_END, unlimited)
