@@ -223,6 +223,13 @@ def test_annotations_that_fit_several_images_are_refused(labels, limit, tmp_path
         object_counts(labels, ("a/0.png", "b/0.png"), tmp_path, limit)
 
 
+def test_first_of_several_ambiguous_images_is_named(tmp_path):
+    labels = [f"{folder}/0.png" for folder in "stuvwxyz"]
+    names = [f"{root}/{label}" for root in "ab" for label in labels]
+    with pytest.raises(FeedError, match=r"for a/s/0\.png, b/s/0\.png; name"):
+        object_counts(labels, names, tmp_path)
+
+
 @pytest.mark.parametrize(
     "line",
     [

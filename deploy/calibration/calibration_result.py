@@ -201,10 +201,8 @@ class CalibrationResult(PrintedResult):
         else:
             action = f"written in {self.seconds:.1f} s"
         share = self.feed.share
-        if share is not None:
-            reason = (
-                f"shard {share} of {counted(share.count, 'sample')}"  # "shard 2/4 of 100 samples"
-            )
+        if share is not None:  # such as "shard 2/4 of 100 samples"
+            reason = f"shard {share} of {counted(share.count, 'sample')}"
         elif self.reason.endswith(NO_CACHE):  # the first calibration needs no reason
             return f"{path}: {action}"
         else:

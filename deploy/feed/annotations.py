@@ -105,7 +105,7 @@ class Annotations:
         for file_name, images in images_by_file.items():
             # image -> (images, paths of annotations) that end alike: one of each if it is certain
             matches = _match_paths(images, paths_by_file.get(file_name, []))
-            for image in chosen_images.intersection(matches):
+            for image in filter(chosen_images.__contains__, matches):
                 similar_images, paths = matches[image]
                 if len(similar_images) > 1 or len(paths) > 1:
                     similar_names = [name_of_image[similar] for similar in similar_images]
