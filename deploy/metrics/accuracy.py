@@ -86,6 +86,16 @@ class Accuracy:
         return values
 
 
+def _start_error(part: OutputSlice, form: OutputForm) -> RunningError:
+    """Return the error of a slice, of no sample yet.
+
+    If a mean is subtracted, the signal is the deviation from the mean of all samples, which needs
+    the sum of their values. Values that scores weight (`cell_scores`) are a signal as they are.
+    """
+    is_deviation = part in form.means and part.cell_scores is None
+    return RunningError(part.label, reference_sum=np.zeros(1) if is_deviation else None)
+
+
 class Comparison:
     """Accumulates one candidate's figures against the reference, sample by sample."""
 
@@ -104,31 +114,26 @@ class Comparison:
         self._form = form
         self._samples = 0
         self._alike = AlikeOutputs()  # finds outputs that hardly change from sample to sample
-        self._errors: dict[OutputSlice, RunningError] = {}
-        for part in (*form.complete_outputs, *form.parts):
-            error = RunningError(part.label)
-            # if a mean is subtracted, the signal is the deviation from the mean of these samples,
-            # which needs the sum of their values. Values that scores weight (`cell_scores`) are a
-            # signal as they are
-            if part in form.means and part.cell_scores is None:
-                error.reference_sum = np.zeros(1)
-            self._errors[part] = error
+        parts = (*form.complete_outputs, *form.parts)
+        self._errors = {part: _start_error(part, form) for part in parts}
 
         # each tally counts what it compares, such as boxes that both models have
         self._task_tally = None if form.task is None else form.task.tally()
         self._average_precision: PrecisionTally | None = None
+        class_labels = None
         if isinstance(labels, GroundTruth):
             self._average_precision = PrecisionTally(_find_box_decoder(form), labels)
-            labels = None
-        self._metric_tally = form.metric.tally(labels)
-        if self._metric_tally is not None:
-            labels = None  # only the user's function uses them
-        # top-1 is counted with labels, or if one output of classes is all that the model says
+        else:
+            class_labels = labels
+        self._metric_tally = form.metric.tally(class_labels)
+        # top-1 is counted with labels, unless the user's metric is to use them, or if one output of
+        # classes is all that the model says
+        top1_labels = class_labels if self._metric_tally is None else None
         self._top1: Top1 | None = None
         class_outputs = form.task.outputs if isinstance(form.task, Classes) else ()
         has_one_output = len(class_outputs) == 1 and not form.uncovered
-        if labels is not None or has_one_output:
-            self._top1 = Top1(labels, next(iter(class_outputs), None))
+        if top1_labels is not None or has_one_output:
+            self._top1 = Top1(top1_labels, next(iter(class_outputs), None))
 
     def add(
         self,
