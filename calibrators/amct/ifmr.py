@@ -317,8 +317,8 @@ def best_scale(
 
     `lo`: the lower end, the same for all candidates with offset.
     """
-    best = int(np.argmin(losses))
-    scale = candidates.scale[best]
+    best_index = int(np.argmin(losses))
+    scale = candidates.scale[best_index]
     qmin, _ = ascend_range(params.bits)
     offset = 0
     if params.with_offset:

@@ -244,10 +244,10 @@ class QdqModelRanges(Ranges):
         scales = self.trained.scales
         text = f"has no pair in {Path(self.trained.name).name}"
         reason = NoScaleReason(text, is_unobserved=True)
-        missing = [
+        tensors_without_pair = [
             observation.tensor for observation in observations if observation.tensor not in scales
         ]
-        return RangeSet(scales=scales, unusable=dict.fromkeys(missing, reason))
+        return RangeSet(scales=scales, unusable=dict.fromkeys(tensors_without_pair, reason))
 
 
 def keep_float_layers(trained: QdqCalibration, loaded: LoadedModel) -> Choices:

@@ -453,9 +453,9 @@ def schedule_observations(
         observed: statistics that exist already.
     """
     # needs of a variant: the observations from which it is built
-    missing = observed.missing(with_needs(observations, observed))
+    missing_observations = observed.missing(with_needs(observations, observed))
     prerequisites: list[Observation] = []
-    for observation in missing:
+    for observation in missing_observations:
         prerequisites += observation.variant.needs
         if observation.lead is not None:  # which fixes the range of its histogram
             prerequisites.append(observation.lead)
@@ -464,9 +464,11 @@ def schedule_observations(
     # preliminary
     first_sample_counts = [observation.statistic.samples or 0 for observation in preliminary]
     return ObservationSchedule(
-        missing=missing,
+        missing=missing_observations,
         preliminary=preliminary,
-        main=tuple(observation for observation in missing if observation not in preliminary),
+        main=tuple(
+            observation for observation in missing_observations if observation not in preliminary
+        ),
         preliminary_sample_count=max(first_sample_counts, default=0),
     )
 

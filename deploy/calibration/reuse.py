@@ -131,11 +131,13 @@ class CacheDecision:
         """Outliers from the cache, of tensors that are not observed again."""
         if self.stored is None:
             return ()
-        missing = {(observation.variant.key, observation.tensor) for observation in self.missing}
+        missing_tensors = {
+            (observation.variant.key, observation.tensor) for observation in self.missing
+        }
         return tuple(
             outlier
             for outlier in self.stored.outliers
-            if (outlier.variant, outlier.tensor) not in missing
+            if (outlier.variant, outlier.tensor) not in missing_tensors
         )
 
     def combined_fingerprint(self, fingerprint: Fingerprint) -> Fingerprint:

@@ -164,8 +164,10 @@ def describe_outliers(outliers: Iterable[Outlier], names: Mapping[str, str]) -> 
 
     clauses = []
     for digests, sample_outliers in outliers_by_digests.items():
-        worst = sample_outliers[0]
-        clause = f"largest |x| in {worst.tensor!r} {worst.ratio:,.0f} times the others'"
+        worst_outlier = sample_outliers[0]
+        clause = (
+            f"largest |x| in {worst_outlier.tensor!r} {worst_outlier.ratio:,.0f} times the others'"
+        )
         if len(sample_outliers) > 1:
             clause += f", far off in {counted(len(sample_outliers) - 1, 'other tensor')} too"
         clauses.append(f"{_sample_name(digests, names)} ({clause})")

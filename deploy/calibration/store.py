@@ -296,10 +296,12 @@ def refuse_foreign_cache(path: Path, *, force: bool) -> None:
 
 def _sort_by_use(keys: Iterable[Key], calibration: Calibration) -> list[Key]:
     """Return the keys sorted by variant, least recently used variants first."""
-    used = sorted({variant for variant, _, _ in calibration.observed})
+    used_variants = sorted({variant for variant, _, _ in calibration.observed})
     # not used by this run: in the order of the cache before it, so the oldest come first
-    older = dict.fromkeys(variant for variant, _, _ in keys if variant not in used)
-    ranks = {variant: rank for rank, variant in enumerate((*older, *used))}
+    older_variants = dict.fromkeys(
+        variant for variant, _, _ in keys if variant not in used_variants
+    )
+    ranks = {variant: rank for rank, variant in enumerate((*older_variants, *used_variants))}
     return sorted(keys, key=lambda key: (ranks[key[0]], key))
 
 

@@ -317,8 +317,9 @@ class _SourceOpener:
 
         if not self.dataset.skip_bad:  # a missing file is found now, not in the middle of the run
             shard_number, shard_count = self.choice.shard or (1, 1)  # shards count from 1
-            chosen, _ = self.choice.choose(len(files.file_list))
-            shard_indices = chosen[shard_number - 1 :: shard_count]  # only these are read here
+            chosen_indices, _ = self.choice.choose(len(files.file_list))
+            # only these are read on this machine
+            shard_indices = chosen_indices[shard_number - 1 :: shard_count]
             shard_files = (files.file_list[index] for index in shard_indices)
             check_present(shard_files, len(shard_indices), files.name)
         source = ImageSource(files.file_list, spec, preprocess, self.dataset.max_pixels)
@@ -421,17 +422,19 @@ class _SourceOpener:
             notes += preprocessing.notes
 
         if self.recurrence is None:
-            chosen, choice_notes = self.choice.choose(len(source), default_every=default_every)
+            chosen_indices, choice_notes = self.choice.choose(
+                len(source), default_every=default_every
+            )
         else:
             refuse_batches(batch, "states are of one sequence at a time")
             source = SequenceSource(source, self.recurrence)  # adds the states to the samples
             specs = self.recurrence.inputs  # all inputs of the model, states too
-            chosen, choice_notes = choose_steps(self.choice, source)
+            chosen_indices, choice_notes = choose_steps(self.choice, source)
         notes += tuple(choice_notes)
 
         feed = Feed(
             source,
-            chosen,
+            chosen_indices,
             specs=specs,
             kind=kind,
             batch=batch,

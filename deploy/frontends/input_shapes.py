@@ -178,10 +178,10 @@ def _set_shapes(model: onnx.ModelProto, inputs: Sequence[InputRequest]) -> list[
             name = model_inputs[position].name
         value = input_by_name.get(name)
         if value is None:  # no such name, or more shapes than inputs
-            given = name or f"{len(inputs)} of them"
+            requested_name = name or f"{len(inputs)} of them"
             raise ConfigError(
                 f"--input gives shapes of the model's inputs, {', '.join(input_by_name)}, got"
-                f" {given}; name these"
+                f" {requested_name}; name these"
             )
         _set_shape(value, request)
         texts.append(f"{value.name}={'x'.join(map(str, request.shape))}")

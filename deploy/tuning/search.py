@@ -262,14 +262,14 @@ class Search:
         # sorting keeps the order of methods with which the worst slice is lost entirely
         ranked_trials = sorted([*likely_trials, *int8_trials], key=self._method_cost)
         self._settle_method(ranked_trials)
-        best = ranked_trials[0]
-        if best not in likely_trials and clips(best.choices.method):
+        best_trial = ranked_trials[0]
+        if best_trial not in likely_trials and clips(best_trial.choices.method):
             # the best is to clip, all in int8. The sensitivity was measured without clipping, where
             # the layers with a few huge values lose most; with clipping others do, so it is
             # measured again
             self.sensitivity = None
-            self.layer_losses(best)
-        return best
+            self.layer_losses(best_trial)
+        return best_trial
 
     def _find_refused(self) -> frozenset[str]:
         """Return the groups of layers that cannot run in int8; nothing if no group can run.

@@ -120,11 +120,11 @@ def merge_records(
     for name, observation in (*plan.first_inputs.items(), *plan.second_inputs.items()):
         if name not in search_by_layer:
             continue
-        chosen = calibration_by_search[search_by_layer[name]]
-        records[name] = chosen.records[name]
+        calibration = calibration_by_search[search_by_layer[name]]
+        records[name] = calibration.records[name]
         # a search with DMQ has no range of this tensor, since it observes the balanced one
         tensor = observation.tensor
-        ranges[tensor] = chosen.ranges.get(tensor, ranges[tensor])
+        ranges[tensor] = calibration.ranges.get(tensor, ranges[tensor])
     # as in AMCT's record file, the layers that DMQ balances come first
     names = sorted(records, key=lambda name: not records[name].dmq_factors.size)
     records = {name: records[name] for name in names}
@@ -269,11 +269,11 @@ def choose_search(error_by_search: Mapping[str, float]) -> str:
     less than half (`_MAX_DMQ_ERROR`) of the least error of the others.
     """
     unbalanced = [search for search in error_by_search if not uses_dmq(search)]
-    best_unbalanced = min(unbalanced, key=error_by_search.__getitem__)
-    best = min(error_by_search, key=error_by_search.__getitem__)
-    if error_by_search[best] < _MAX_DMQ_ERROR * error_by_search[best_unbalanced]:
-        return best
-    return best_unbalanced
+    best_unbalanced_search = min(unbalanced, key=error_by_search.__getitem__)
+    best_search = min(error_by_search, key=error_by_search.__getitem__)
+    if error_by_search[best_search] < _MAX_DMQ_ERROR * error_by_search[best_unbalanced_search]:
+        return best_search
+    return best_unbalanced_search
 
 
 def mean_square_error(float_output: Array, int8_output: Array) -> float:

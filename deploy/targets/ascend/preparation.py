@@ -97,13 +97,13 @@ def _choose_weights_to_copy(
         name: 4 * math.prod(constants[name].dims) * count
         for name, count in copy_count_by_weight.items()
     }
-    chosen = set()
+    chosen_weights = set()
     total = 0
     for name in sorted(copy_bytes, key=copy_bytes.__getitem__):
         total += copy_bytes[name]
         if total <= _MAX_COPY_BYTES:
-            chosen.add(name)
-    return chosen
+            chosen_weights.add(name)
+    return chosen_weights
 
 
 def unfuse_batchnorms(

@@ -380,8 +380,8 @@ def _search_blocks(problem: AdaProblem, params: AdaParams, progress: Step) -> li
                 for block in problem.blocks()
             ]
             # returns as soon as any block fails, or if all are done
-            done, _ = wait(jobs, return_when=FIRST_EXCEPTION)
-            for job in done:
+            ended_jobs, _ = wait(jobs, return_when=FIRST_EXCEPTION)
+            for job in ended_jobs:
                 job.result()  # raises the error of a block
             return [job.result() for job in jobs]
         except BaseException:

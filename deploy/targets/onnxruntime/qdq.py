@@ -89,12 +89,12 @@ def write_qdq(
         ExportError: a tensor of the plan has no scale, or a scale is not positive.
         CalibrationError: a weight holds NaN or Inf.
     """
-    missing = [name for name in plan.activations if name not in scales]
-    if missing:
-        verb = "has" if len(missing) == 1 else "have"
+    unscaled_tensors = [name for name in plan.activations if name not in scales]
+    if unscaled_tensors:
+        verb = "has" if len(unscaled_tensors) == 1 else "have"
         raise ExportError(
-            f"every quantized tensor needs a scale, {len(missing)} {verb} none"
-            f" ({list_first(missing, 3)}); calibrate again for this target"
+            f"every quantized tensor needs a scale, {len(unscaled_tensors)} {verb} none"
+            f" ({list_first(unscaled_tensors, 3)}); calibrate again for this target"
         )
     read_counts = memoize("reads", lambda: count_reads(model.graph))
     quantized = copy_without_initializers(model, _replaced_constants(plan, read_counts))

@@ -406,11 +406,12 @@ def _bind_to_float(
     for layer, node_names in _find_layers(network, settings.float_layers):
         layer.precision = precision
         bound_nodes |= node_names
-    missing = sorted(set(settings.float_layers) - bound_nodes)
-    if missing:
+    unbound_nodes = sorted(set(settings.float_layers) - bound_nodes)
+    if unbound_nodes:
         raise BackendError(
-            f"a node to keep in float must be a layer of TensorRT's network, {missing[0]!r} is"
-            " none; build from the Q/DQ model (--engine-from qdq), or leave it out"
+            "a node to keep in float must be a layer of TensorRT's network,"
+            f" {unbound_nodes[0]!r} is none; build from the Q/DQ model (--engine-from qdq), or"
+            " leave it out"
         )
     # a node of both kinds keeps the precision that is set last
     for layer, _ in _find_layers(network, settings.float32_layers):

@@ -367,8 +367,8 @@ def qdq_to_cache(model: Path | str, *, version: str) -> tuple[PlainModel, Calibr
         ModelError: the file cannot be read, or the model is not quantized.
         ExportError: it is quantized in a way that a cache cannot express.
     """
-    plain = from_qdq(read_model(Path(model)))
-    return plain, trt_cache.from_scales(plain.scales, version=version)
+    plain_model = from_qdq(read_model(Path(model)))
+    return plain_model, trt_cache.from_scales(plain_model.scales, version=version)
 
 
 def dla_cache(

@@ -365,19 +365,19 @@ def infer_missing_scales(
 
     scale_by_tensor: dict[str, np.float32] = {}
     levels = {}
-    missing = []
+    missing_tensors = []
     for name in trt_tensors(shaped_model):
         if name in tensor_ranges.graph.constants:  # TensorRT reads its range from its values
             continue
         if name not in tensor_ranges.range_by_tensor:
-            missing.append(name)
+            missing_tensors.append(name)
             continue
         amax, level = tensor_ranges.range_by_tensor[name]
         scale_by_tensor[name] = np.float32(amax / _QMAX)
         if name not in scales:
             levels[name] = LEVEL_NAMES[level]
     # the tensors stay in the model's order, and those of pairs get exactly the scale of their pair
-    return InferredScales({**scale_by_tensor, **scales}, levels, tuple(missing))
+    return InferredScales({**scale_by_tensor, **scales}, levels, tuple(missing_tensors))
 
 
 def _apply_rules(tensor_ranges: TensorRanges, levels: Iterable[int]) -> None:

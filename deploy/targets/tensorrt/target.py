@@ -194,10 +194,10 @@ class TensorRT(TensorrtOptions, Target):
         """Return the cache that TensorRT itself would write for the file, with notes."""
         from deploy.targets.tensorrt import cache_contents
 
-        chosen = ranges.find(self.demand(subject))
+        range_set = ranges.find(self.demand(subject))
         return CacheText(
-            cache_contents.cache_bytes(subject, chosen),
-            cache_contents.cache_notes(subject, chosen),
+            cache_contents.cache_bytes(subject, range_set),
+            cache_contents.cache_notes(subject, range_set),
         )
 
     def trial(self, request: BuildRequest) -> onnx.ModelProto:

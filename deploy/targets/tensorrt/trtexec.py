@@ -134,8 +134,8 @@ class ParserRequirements:
         newest = features_of(version).opset
         if self.opset > newest:
             return f"it reads opset {newest} at most, got {self.opset}"
-        missing = sorted(self.operators & unsupported_operators(version))
-        return f"it does not read {', '.join(missing)}" if missing else ""
+        unsupported_types = sorted(self.operators & unsupported_operators(version))
+        return f"it does not read {', '.join(unsupported_types)}" if unsupported_types else ""
 
     def first_version(self, *features: str) -> str | None:
         """Return the first version that reads the model and has these features, or None.
