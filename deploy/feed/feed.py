@@ -271,11 +271,11 @@ class _SourceOpener:
         arrays = self._open_arrays(files, self.specs, skip_bad=self.dataset.skip_bad)
         return self._create_feed(arrays)
 
-    def _open_raw_files(self, raw: RawFiles, files: SourceFiles) -> Feed:
+    def _open_raw_files(self, raw_files: RawFiles, files: SourceFiles) -> Feed:
         """Return the feed of files without a header, which hold values of the only input.
 
         Args:
-            raw: their path, and the shape and dtype that the user gave.
+            raw_files: their path, and the shape and dtype that the user gave.
             files: the files.
         """
         refuse_files_with_header(files)
@@ -285,10 +285,10 @@ class _SourceOpener:
                 " .npy files, which say theirs"
             )
         (spec,) = self.specs
-        sample_shape = raw.sample_shape(spec)
+        sample_shape = raw_files.sample_shape(spec)
         # None: a file holds any number of samples
         file_shape = (None, *sample_shape) if spec.has_batch else sample_shape
-        file_spec = replace(spec, dtype=raw.dtype or spec.dtype, shape=file_shape)
+        file_spec = replace(spec, dtype=raw_files.dtype or spec.dtype, shape=file_shape)
         arrays = self._open_arrays(files, (file_spec,), skip_bad=self.dataset.skip_bad)
         # raises if the samples do not fit the model's input: all have one shape and dtype, so a
         # sample of zeros stands for them

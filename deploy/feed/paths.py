@@ -401,7 +401,7 @@ def _is_raw_shape(shape: object) -> bool:
     return all(isinstance(side, int) and 0 < side <= _MAX_RAW_SIDE for side in shape)
 
 
-def with_same_format(raw: RawFiles, path: str) -> RawFiles | str:
+def with_same_format(raw_files: RawFiles, path: str) -> RawFiles | str:
     """Return another path with the same shape and dtype if it has raw files; else the path."""
     try:
         files = resolve_files(Path(path)).file_list
@@ -409,7 +409,7 @@ def with_same_format(raw: RawFiles, path: str) -> RawFiles | str:
         return path
     if not all(map(is_raw_file, files.names)):
         return path
-    return replace(raw, path=path)
+    return replace(raw_files, path=path)
 
 
 def refuse_files_with_header(files: SourceFiles) -> None:

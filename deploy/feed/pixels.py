@@ -354,7 +354,9 @@ class Previews:
         """Chosen samples that were not added yet."""
         return self.indices - self._preview_by_index.keys()
 
-    def add(self, index: int, name: str, raw: RawSample, sample: Mapping[str, Array]) -> None:
+    def add(
+        self, index: int, name: str, raw_sample: RawSample, sample: Mapping[str, Array]
+    ) -> None:
         """Store a preview of a sample, two small images, if it was chosen and is an image."""
         if index not in self.indices or index in self._preview_by_index:
             return
@@ -363,7 +365,7 @@ class Previews:
         if input_image is None:
             return
         source_size = None
-        source_image = _decode_source_image(raw)
+        source_image = _decode_source_image(raw_sample)
         if source_image is not None:
             source_size = image_size(source_image)
             source_image = shrink_image(source_image)
@@ -382,11 +384,11 @@ class Previews:
         ]
 
 
-def _decode_source_image(raw: RawSample) -> Array | None:
+def _decode_source_image(raw_sample: RawSample) -> Array | None:
     """Return the image before preprocessing as RGB; None without one."""
-    if raw.decode_source is None:
+    if raw_sample.decode_source is None:
         return None
     try:
-        return raw.decode_source()[:, :, ::-1]
+        return raw_sample.decode_source()[:, :, ::-1]
     except FeedError:
         return None

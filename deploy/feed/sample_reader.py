@@ -126,13 +126,13 @@ class SampleReader:
         """
         name = printable_name(self._source.sample_name(index))
         try:
-            raw = self._source.load(index)
+            raw_sample = self._source.load(index)
         except FeedError:
             self.digests.store_or_compare(index, UNREADABLE, name)
             if not self.skip_bad:
                 raise
         else:
-            self.digests.store_or_compare(index, raw.digest, name)
+            self.digests.store_or_compare(index, raw_sample.digest, name)
 
     def hash_unread(self, indices: Sequence[int]) -> None:
         """Call `store_digest` for the samples that were not read yet."""
@@ -200,29 +200,29 @@ class SampleReader:
         if cached is not None:
             return cached
 
-        raw, sample = result or _read_sample(self._source, index)
+        raw_sample, sample = result or _read_sample(self._source, index)
         name = self._source.sample_name(index)
-        digest = UNREADABLE if raw is None else raw.digest
+        digest = UNREADABLE if raw_sample is None else raw_sample.digest
         self.digests.store_or_compare(index, digest, printable_name(name))
         if isinstance(sample, FeedError):
             raise sample
-        assert raw is not None  # it was decoded
+        assert raw_sample is not None  # it was decoded
 
         self.decode_count += 1
         self._disk_cache.add(index, sample)
-        self.previews.add(index, name, raw, sample)
+        self.previews.add(index, name, raw_sample, sample)
         if len(self._memory_cache) < self._max_in_memory:
             self._memory_cache[index] = sample
         return dict(sample)
 
 
 def _read_sample(source: SampleSource, index: int) -> _ReadResult:
-    raw = None
+    raw_sample = None
     try:
-        raw = source.load(index)
-        return raw, raw.decode()
+        raw_sample = source.load(index)
+        return raw_sample, raw_sample.decode()
     except FeedError as error:
-        return raw, error
+        return raw_sample, error
 
 
 def iterate_batches(

@@ -373,9 +373,9 @@ def read_remote_samples(source: SampleSource, indices: Iterable[int]) -> list[Re
             if isinstance(source, ImageSource):  # the other machine computes the digest
                 content = source.read(index)
             else:
-                raw = source.load(index)
-                digest = raw.digest
-                content = raw.decode()
+                raw_sample = source.load(index)
+                digest = raw_sample.digest
+                content = raw_sample.decode()
         except FeedError as error:
             content = str(error)
         name = source.sample_name(index)

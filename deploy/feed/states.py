@@ -183,10 +183,12 @@ class SequenceSource:
 
     def load(self, index: int) -> RawSample:
         """Return a step; its digest does not depend on the states."""
-        raw = self._source.load(index)
-        return RawSample(raw.digest, lambda: self._add_states(index, raw), raw.decode_source)
+        raw_sample = self._source.load(index)
+        return RawSample(
+            raw_sample.digest, lambda: self._add_states(index, raw_sample), raw_sample.decode_source
+        )
 
-    def _add_states(self, index: int, raw: RawSample) -> Sample:
+    def _add_states(self, index: int, raw_sample: RawSample) -> Sample:
         """Return a step with its states; steps between the last one and it are run first."""
         with self._lock:
             sequence = self.sequence_of(index)
@@ -198,17 +200,17 @@ class SequenceSource:
                 # a bad step is left out: the states go on after it
                 with suppress(FeedError):
                     self._run_step(earlier_index, self._source.load(earlier_index))
-            return self._run_step(index, raw)
+            return self._run_step(index, raw_sample)
 
-    def _run_step(self, index: int, raw: RawSample) -> Sample:
+    def _run_step(self, index: int, raw_sample: RawSample) -> Sample:
         """Return the inputs of a step, the states included, and compute the states of the next one.
 
         `_states` must hold the states of this step: {} at the start of a sequence.
 
-        `raw`: the step as in the source. It has no states, or only those that a sequence starts
-        with are used.
+        `raw_sample`: the step as in the source. It has no states, or only those that a sequence
+        starts with are used.
         """
-        loaded_inputs = raw.decode()
+        loaded_inputs = raw_sample.decode()
         sample: Sample = {}
         for spec in self.recurrence.inputs:
             if spec.name in self._states:
