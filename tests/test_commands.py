@@ -276,7 +276,12 @@ def test_keep_float_takes_patterns(small_cnn, pictures, tmp_path, run):
     convs = [node for node in graph.node if node.op_type == "Conv"]
     quantized_by_conv = {node.name: node.input[0] in quantized for node in convs}
     assert quantized_by_conv == {"Conv_c1": False, "Conv_c2": False, "Conv_c3": True}
-    assert "fused" in run.ok("inspect", small_cnn, "--keep-float", "op:Relu")
+    arguments = ("--target", "onnxruntime,tensorrt,ascend", "--keep-float", "op:Relu")
+    documents = json.loads(run.ok("inspect", small_cnn, "--json", "-", *arguments))
+    notes_by_target = {document["target"]: "".join(document["notes"]) for document in documents}
+    assert "on tensorrt, --keep-float" in notes_by_target["tensorrt"]
+    assert "on onnxruntime, " not in notes_by_target["tensorrt"]
+    assert "fused" not in notes_by_target["ascend"]
     cache = ("-o", tmp_path / "c.cache", "--keep-float", "Convx*")
     assert "'Convx*'" in run.fails("calibrate", small_cnn, *images, *cache)
 

@@ -35,11 +35,13 @@ class TargetInspection:
         name: of the target.
         nodes: every node, its precision, and the reason if it is float.
         tensors: names of the tensors that need a scale.
+        notes: warnings of nodes that cannot stay float alone on this target.
     """
 
     name: str
     nodes: tuple[NodeRow, ...]
     tensors: tuple[str, ...]
+    notes: tuple[str, ...]
 
     def lines(self, *, everything: bool) -> Iterator[str]:
         """Yield the nodes by operator and reason, or every node by its name."""
@@ -104,7 +106,7 @@ class Inspection(PrintedResult):
             lines.append(f"{self.model}: {nodes} on {target.name}, {target.shares}")
             for spec in (*self.inputs, *self.outputs):
                 lines.append(f"  {spec.name} {spec.dtype} {list(spec.shape)}")
-            lines += [f"  {note}" for note in self.notes]
+            lines += [f"  {note}" for note in (*target.notes, *self.notes)]
             lines += target.lines(everything=everything)
         return join_visible(lines)
 
@@ -124,7 +126,7 @@ class Inspection(PrintedResult):
                 "nodes": tuple(map(asdict, target.nodes)),
                 "tensors": target.tensors,
                 **specs,
-                "notes": self.notes,
+                "notes": (*target.notes, *self.notes),
             }
             documents.append(document)
         return documents
@@ -156,14 +158,13 @@ def inspect(
     loaded = load(model)
     float_names = match_nodes(loaded.model, float_nodes)
     inspections = []
-    notes = list(loaded.alerts)
     for target in chosen_targets:
         plan = target.plan(loaded.model, float_names)
-        notes += find_unkept(plan, target.name, float_names)
         inspection = TargetInspection(
             name=target.name,
             nodes=node_rows(plan.decisions, loaded.model),
             tensors=tuple(target.scaled_tensors(loaded.model, float_names)),
+            notes=tuple(find_unkept(plan, target.name, float_names)),
         )
         inspections.append(inspection)
     return Inspection(
@@ -171,7 +172,7 @@ def inspect(
         targets=tuple(inspections),
         inputs=loaded.inputs,
         outputs=loaded.outputs,
-        notes=(*notes, *loaded.notes),
+        notes=(*loaded.alerts, *loaded.notes),
     )
 
 
