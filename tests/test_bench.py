@@ -380,6 +380,13 @@ def test_random_engine_is_named(bench_json, model_a, tmp_path, sample_file):
     assert f"random: {model_b} gives" in " ".join(out.split())
 
 
+def test_random_engine_is_named_once(bench_json, tmp_path, sample_file, openvino):
+    model = save_model(tmp_path / "r.onnx", "r = RandomNormalLike (x) y = Add (r, x)")
+    out = " ".join(bench_json(model, "--runtime", "openvino", "--images", sample_file)[1].split())
+    assert "random: r.onnx in ONNX Runtime gives" in out
+    assert "random: r.onnx in OpenVINO" not in out
+
+
 def test_skipped_images_are_counted(bench_json, model_a, tmp_path):
     folder = tmp_path / "arrays"
     folder.mkdir()

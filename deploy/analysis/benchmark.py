@@ -268,6 +268,8 @@ def _comparison_notes(engines: Mapping[str, _LoadedEngine], feed: Feed) -> Itera
     """
     (sample,) = feed.first_samples(1)
     for label, engine in engines.items():
+        if engine.runtime is OpenvinoSession:
+            continue  # ONNX Runtime is measured beside it: it runs the same file, and is named
         for model, path in _read_onnx_models([engine]):
             if warning := warn_of_int8_kernels(model, label):
                 yield warning
