@@ -474,6 +474,7 @@ def test_every_form_of_add_is_replaced():
     [
         (lambda self, x: torch.add(x, x, alpha=2), "add", "alpha"),
         (lambda self, x: (y := x * 2).add_(1) + y, "add", "used elsewhere"),
+        (lambda self, x: torch.relu_(input=(y := x * 2)) + y, "relu", "used elsewhere"),
         (lambda self, x: torch.add(x, x), "mul", "has no mul"),
         (lambda self, x: torch.add(x, x), "conv", "an operation is one of"),
     ],
@@ -724,7 +725,11 @@ def test_unread_change_in_place_stays(change):
     assert torch.allclose(folded(x), model(x), atol=1e-5)
 
 
-def test_inputs_passed_by_name_fold():
+@pytest.mark.parametrize(
+    "captured",
+    [lambda model: model, fx.symbolic_trace, lambda model: trace(model, leaves=["conv", "deconv"])],
+)
+def test_inputs_passed_by_name_fold(captured):
     def by_name(self, x):
         x = self.bn(input=F.dropout(input=self.conv(input=x), training=False))
         x = F.relu(input=self.deconv(input=x, output_size=(14, 14)))
@@ -733,7 +738,7 @@ def test_inputs_passed_by_name_fold():
     parts = {"conv": nn.Conv2d(3, 4, 3), "bn": nn.BatchNorm2d(4), "bn1": nn.BatchNorm1d(5)}
     parts |= {"deconv": nn.ConvTranspose2d(4, 2, 3, stride=2), "head": nn.Linear(2 * 196, 5)}
     model = with_statistics(module(by_name, **parts))
-    fused, report = fuse(model)
+    fused, report = fuse(captured(model))
     assert report.counts() == {"Conv+BN": 1, "ConvTranspose+ReLU": 1, "Linear+BN": 1}
     x = torch.randn(2, 3, 8, 8)
     assert torch.allclose(fused(x), model(x), atol=1e-5)
@@ -753,15 +758,43 @@ def test_inputs_passed_by_name_fold():
 def test_computed_weights_are_traced(make_computed, has_forward_hook):
     with torch.enable_grad():
         conv = make_computed(nn.Conv2d(3, 4, 3))
-    model = nn.Sequential(conv, nn.BatchNorm2d(4)).eval()
+    model = with_statistics(nn.Sequential(conv, nn.BatchNorm2d(4)))
     if has_forward_hook:
         conv.register_forward_hook(lambda _conv, _inputs, output: 2 * output)
     x = torch.randn(2, 3, 8, 8)
     traced = trace(model)
     assert torch.equal(traced(x), model(x))
     assert isinstance(conv.weight, torch.Tensor)
-    if not has_forward_hook:
-        assert torch.allclose(fuse(traced)[0](x), model(x), atol=1e-5)
+    assert torch.allclose(fuse(traced)[0](x), model(x), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["conv", "drop", "bn", "act", "left", "right"])
+def test_hooked_layers_stay(name):
+    def branch(self, x):
+        x = self.act(self.last(self.bn(self.drop(self.conv(x)))))
+        return self.left(x) + self.right(x)
+
+    parts = {"conv": nn.Conv2d(3, 4, 3), "drop": nn.Dropout(), "bn": nn.BatchNorm2d(4)}
+    parts |= {"last": nn.Conv2d(4, 4, 1), "act": nn.ReLU()}
+    parts |= {"left": nn.Conv2d(4, 4, 1), "right": nn.BatchNorm2d(4)}
+    model = with_statistics(module(branch, **parts))
+    hooked_layer = model.get_submodule(name)
+    hooked_layer.register_forward_hook(lambda _layer, _inputs, output: 1 - 2 * output)
+    fused, _ = fuse(trace(model, leaves=[name]))
+    x = torch.randn(2, 3, 8, 8)
+    assert torch.allclose(fused(x), model(x), atol=1e-5)
+
+
+def test_leaf_that_overrides_forward_does_not_fold():
+    class Halved(nn.Conv2d):
+        def forward(self, x):
+            return super().forward(x) / 2
+
+    model = with_statistics(nn.Sequential(Halved(3, 4, 3), nn.BatchNorm2d(4)))
+    folded, report = fold_batch_norms(model, leaves=["Halved"])
+    assert "overrides forward" in report.skipped[0][1]
+    x = torch.randn(2, 3, 8, 8)
+    assert torch.equal(folded(x), model(x))
 
 
 def test_functional_layer_with_computed_padding_stays():

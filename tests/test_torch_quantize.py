@@ -75,7 +75,7 @@ class StackedChunks(nn.Module):
         self.quant_last = nn.Flatten()  # the name of a quantizer, that of `last`
 
     def forward(self, x):
-        chunks = torch.chunk(torch.relu(self.first(x)), 2, 1)
+        chunks = torch.chunk(input=torch.relu(self.first(x)), chunks=2, dim=1)
         return self.quant_last(self.last(torch.stack(chunks).sum(0)))
 
 
@@ -83,6 +83,14 @@ def test_chunks_that_are_stacked_are_prepared():
     prepared = prepare(StackedChunks().eval(), [torch.randn(2, 3, 8, 8)], leaves=["quant_last"])
     assert [name for name, _, _ in scale_table(prepared)] == ["sum_1", "last"]
     assert isinstance(prepared.quant_last, nn.Flatten)
+
+
+def test_leaf_keeps_its_hooks():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.SiLU(), nn.Conv2d(8, 4, 1)).eval()
+    model[1].register_forward_hook(lambda _act, _inputs, output: 2 * output)
+    x = torch.randn(2, 3, 8, 8)
+    prepared = prepare(model, [x], leaves=["SiLU"])
+    assert torch.allclose(prepared(x), model(x), atol=1e-5)
 
 
 @pytest.mark.parametrize(

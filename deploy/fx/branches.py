@@ -22,6 +22,7 @@ from deploy.fx.operations import (
     called_module,
     called_once,
     drop_unread_nodes,
+    has_hooks,
     is_op,
     replace_layer,
     replace_node,
@@ -108,7 +109,7 @@ def _find_module(graph_module: fx.GraphModule, call: fx.Node) -> nn.Module | Non
     module = called_module(graph_module, call)
     if module is None or len(call.users) > 1 or not called_once(graph_module, call):
         return None
-    if type(module) is nn.Conv2d:
+    if type(module) is nn.Conv2d and not has_hooks(module):
         is_mergeable = module.padding_mode == "zeros" and not isinstance(module.padding, str)
     else:
         is_mergeable = is_norm(module) and has_factors(module)

@@ -31,6 +31,7 @@ from deploy.fx.model_inputs import (
     split_item,
     takes_variadic_inputs,
 )
+from deploy.fx.operations import pass_by_position
 from deploy.fx.plain_copy import plain_copy, unwrap
 from deploy.fx.source import user_code_line
 from deploy.fx.trace import Leaves, explain_export_failure, trace
@@ -110,7 +111,7 @@ def graph_of(
     In the copy (`plain_copy`) all weights are parameters, and no wrappers are left.
 
     Args:
-        model: a float model, not changed; an `fx.GraphModule` is only copied.
+        model: a float model, not changed; an `fx.GraphModule` is copied, and not traced again.
         inputs: example inputs; None to trace symbolically.
         leaves: modules to keep as one node, see `deploy.fx.trace.trace`; tracing is symbolic then.
 
@@ -119,18 +120,19 @@ def graph_of(
         ModelError: the model can be neither captured nor traced; the message names file, line and
             remedy.
     """
-    if isinstance(model, fx.GraphModule):
-        graph_copy: Any = plain_copy(model)
-        return graph_copy  # type: ignore[no-any-return]
-    if leaves or inputs is None:
-        return trace(plain_copy(model), leaves=leaves)
+    if isinstance(model, fx.GraphModule) or leaves or inputs is None:
+        graph: Any = plain_copy(model)
+        if not isinstance(model, fx.GraphModule):
+            graph = trace(graph, leaves=leaves)
+        pass_by_position(graph)
+        return graph  # type: ignore[no-any-return]
 
     inputs = as_inputs(inputs, model)
     try:
         return capture(model, inputs)
     except ModelError as capture_error:
         try:
-            traced_graph = trace(plain_copy(model))
+            traced_graph = graph_of(model, None)
             # tracing does not run the model, and assumes that every optional argument is given, so
             # its graph may compute something else
             check_capture(copy.deepcopy(traced_graph).eval(), model, inputs)

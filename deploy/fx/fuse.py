@@ -45,6 +45,7 @@ from deploy.fx.operations import (
     delete_unused_modules,
     input_of,
     is_op,
+    is_plain,
     module_calls,
     replace_layer,
     replace_node,
@@ -215,7 +216,7 @@ def fuse_for_export(model: nn.Module, inputs: Sequence[Any]) -> nn.Module:
 
 def is_relu(graph_module: fx.GraphModule, node: fx.Node) -> bool:
     """Return whether `node` is a ReLU, as module, function or method."""
-    return isinstance(called_module(graph_module, node), nn.ReLU) or is_op(node, "relu")
+    return is_plain(called_module(graph_module, node), (nn.ReLU,)) or is_op(node, "relu")
 
 
 def reason_not_foldable(graph_module: fx.GraphModule, norm: fx.Node) -> str | None:
@@ -238,6 +239,8 @@ def _reason_at_call(graph_module: fx.GraphModule, norm: fx.Node) -> str | None:
     layer = called_module(graph_module, layer_call)
     if not isinstance(layer, WEIGHTED):
         return "no Conv or Linear before it"
+    if not is_plain(layer, WEIGHTED):
+        return f"{layer_call.target} has a forward hook, or a class that overrides forward"
     for node in reversed(path):  # a second reader of a node would get normalized values
         reader_count = len(readers_of(node))
         if reader_count > 1:

@@ -259,7 +259,7 @@ def _name_split_outputs(model: onnx.ModelProto, graph_module: fx.GraphModule) ->
         item_by_index: dict[Any, fx.Node] = {
             user.args[1]: user for user in node.users if user.target is operator.getitem
         }
-        split_input = f"{NODE_PREFIX}{node.args[0].name}"
+        split_input = f"{NODE_PREFIX}{node.all_input_nodes[0].name}"
         for onnx_node in onnx_graph.readers.get(split_input, []):
             if onnx_node.op_type != "Split":
                 continue

@@ -22,8 +22,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from deploy.fx.operations import (
     arguments_by_name,
     called_module,
+    has_hooks,
     input_of,
     is_call,
+    is_plain,
 )
 
 _VIEWS_LIKE = (torch.ops.aten.reshape_as.default, torch.ops.aten.view_as.default)
@@ -81,7 +83,7 @@ def keeps_channels(layer: Any, path: list[Any], channels: int) -> bool:
 
 def _is_transparent(graph_module: fx.GraphModule, node: fx.Node) -> bool:
     """Return whether folding may pass a node: a view, or dropout in eval mode."""
-    if isinstance(called_module(graph_module, node), _IDENTITIES):
+    if is_plain(called_module(graph_module, node), _IDENTITIES):
         return True
     if node.target is functional.dropout:
         options = arguments_by_name(node, ("input", "p", "training"))
@@ -94,7 +96,7 @@ def _is_view(graph_module: fx.GraphModule, node: fx.Node) -> bool:
         return node.target in _VIEWS
     if node.op == "call_method":
         return node.target in _VIEW_METHODS
-    return isinstance(called_module(graph_module, node), nn.Flatten)
+    return is_plain(called_module(graph_module, node), (nn.Flatten,))
 
 
 TORCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -128,12 +130,11 @@ def is_frozen_norm(module: nn.Module | None) -> bool:
 def is_norm(module: nn.Module | None) -> bool:
     """Return whether `module` is a BatchNorm and does nothing else.
 
-    A subclass of BatchNorm that overrides `forward` is not.
+    A subclass of BatchNorm that overrides `forward`, or one with forward hooks, is not.
     """
     if isinstance(module, ChannelNorm) or is_frozen_norm(module):
-        return True
-    forward = getattr(type(module), "forward", None)
-    return any(isinstance(module, kind) and forward is kind.forward for kind in TORCH_NORMS)
+        return not has_hooks(module)
+    return is_plain(module, TORCH_NORMS)
 
 
 def has_factors(norm: nn.Module | None) -> bool:

@@ -5,6 +5,7 @@ by them.
 """
 
 import copy
+import inspect
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -68,6 +69,37 @@ def calls_of_module(graph_module: fx.GraphModule, call: fx.Node) -> list[fx.Node
 def called_once(graph_module: fx.GraphModule, call: fx.Node) -> bool:
     """Return whether no other node calls the module that a node calls."""
     return len(calls_of_module(graph_module, call)) == 1
+
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks")  # attributes of a module
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Return whether a forward hook or pre-hook is registered on the module itself."""
+    return any(getattr(module, name) for name in HOOKS)
+
+
+def is_plain(module: nn.Module | None, kinds: tuple[type[nn.Module], ...]) -> bool:
+    """Return whether a module is of one of these classes and does nothing else.
+
+    A subclass that overrides `forward` does something else, and so do forward hooks.
+    """
+    if module is None or has_hooks(module):
+        return False
+    forward = getattr(type(module), "forward", None)
+    return any(isinstance(module, kind) and forward is kind.forward for kind in kinds)
+
+
+def pass_by_position(graph_module: fx.GraphModule) -> None:
+    """Turn calls of modules such as `layer(input=x)` into `layer(x)`, in place.
+
+    Passes read the input of a layer by position, and replace layers by modules without that name.
+    """
+    for node, module in module_calls(graph_module):
+        if node.kwargs:
+            arguments = inspect.signature(module.forward).bind(*node.args, **node.kwargs)
+            node.args, node.kwargs = arguments.args, arguments.kwargs
+    graph_module.recompile()
 
 
 def input_of(call: fx.Node) -> Any:
@@ -177,8 +209,8 @@ def _check_replaceable(node: fx.Node, name: str) -> None:
     options = sorted(set(node.kwargs) - {"input", "other"})
     if options:
         raise ModelError(f"{name} at {node.name} has options that differ: {', '.join(options)}")
-    source = node.args[0] if node.args else None
     _, in_place = SPELLINGS[name]
+    source = input_of(node)
     if node.target in in_place and isinstance(source, fx.Node) and len(source.users) > 1:
         raise ModelError(f"in-place {name} at {node.name} changes {source.name}, used elsewhere")
 

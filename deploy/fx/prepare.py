@@ -67,6 +67,7 @@ from deploy.fx.operations import (
     called_once,
     calls_of_module,
     delete_unused_modules,
+    is_plain,
     module_calls,
     propagate_shapes,
     refresh,
@@ -100,7 +101,7 @@ def decompose_calls(graph_module: fx.GraphModule) -> None:
     """Decompose, in place, the calls inside of which a runtime may run something in int8."""
     for node in list(graph_module.graph.nodes):
         _separate_padding(graph_module, node)
-        if node.target in SILUS or isinstance(called_module(graph_module, node), nn.SiLU):
+        if node.target in SILUS or is_plain(called_module(graph_module, node), (nn.SiLU,)):
             _replace_call(node, _silu)
         elif node.target is ATTENTION and _is_decomposable(node):
             _replace_call(node, _attention)
@@ -118,7 +119,7 @@ def _separate_padding(graph_module: fx.GraphModule, node: fx.Node) -> None:
     """
     module = called_module(graph_module, node)
     layer: Any = module.layer if isinstance(module, QatLayer) else module
-    if not isinstance(layer, CONVS) or layer.padding_mode == "zeros":
+    if not is_plain(layer, CONVS) or layer.padding_mode == "zeros":
         return
     for call in calls_of_module(graph_module, node):
         with graph_module.graph.inserting_before(call):

@@ -14,7 +14,6 @@ A layer whose weight is computed in every forward, such as by weight norm, keeps
 """
 
 import copy
-import inspect
 import os
 import sys
 import traceback
@@ -34,6 +33,7 @@ from torch.fx.proxy import TracerBase
 from deploy.errors import ConfigError, ModelError
 from deploy.fx.model_inputs import input_names
 from deploy.fx.norms import is_frozen_norm
+from deploy.fx.operations import HOOKS, has_hooks
 from deploy.fx.plain_copy import (
     computed_weights,
     refuse_reserved_names,
@@ -57,14 +57,6 @@ def find_function(name: str) -> Function:
     if not callable(function):
         raise ConfigError(f"--wrap takes a function, and {name!r} is {type(function).__name__}")
     return function  # type: ignore[no-any-return]
-
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")  # attributes of a module
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Return whether a forward hook or pre-hook is registered on the module itself."""
-    return any(getattr(module, name) for name in _HOOKS)
 
 
 def refuse_hooks(module: nn.Module, what: str) -> None:
@@ -138,16 +130,13 @@ class LeafTracer(ClassKeepingTracer, fx.Tracer):
         if self._is_chosen(m, name) or not self.is_leaf_module(m, name):
             return record_call(m, forward, args, kwargs)
 
-        signature = inspect.signature(m.forward)
-
-        def record_layer(*args: Any, **kwargs: Any) -> Any:
-            # `layer(input=x)` becomes `layer(x)`: passes read the input by position
-            arguments = signature.bind(*args, **kwargs)
-            return record_call(m, forward, arguments.args, arguments.kwargs)
-
         # what computes a weight is no part of the graph: such a layer stays as it is, with hooks
         if not has_hooks(m) or computed_weights(m):
-            return record_layer(*args, **kwargs)
+            return record_call(m, forward, args, kwargs)
+
+        def record_layer(*args: Any, **kwargs: Any) -> Any:
+            return record_call(m, forward, args, kwargs)
+
         self.unhooked_layers.add(name)
         # the hooks run and are traced; in place of the layer's forward, its call is recorded
         m.forward = record_layer
@@ -191,7 +180,7 @@ def trace(
     # hooks, which shares its parameters
     for name in sorted(tracer.unhooked_layers):
         unhooked_layer = copy.copy(graph_module.get_submodule(name))
-        for attribute in _HOOKS:
+        for attribute in HOOKS:
             setattr(unhooked_layer, attribute, OrderedDict())
         replace_submodule(graph_module, name, unhooked_layer)
     graph_module.graph.lint()
