@@ -755,6 +755,7 @@ BROKEN_SHARDS = {
     "other peaks": changed_document(lambda d: d["peaks"].append([{}, [], "x"])),
     "digest of no hex": changed_document(lambda d: d["digests"].__setitem__(0, "z" * 64)),
     "short digest": changed_document(lambda d: d["digests"].__setitem__(0, "ab")),
+    "shard of -1": changed_document(lambda d: d["share"].update(number=20, of=-1, count=-1)),
     "no kind": changed_document(lambda d: d["made_from"]["made_from"]["images"].pop("kind")),
 }
 
@@ -765,6 +766,24 @@ def test_broken_shard_is_refused(change, run, shard, small_cnn, tmp_path):
     change(path)
     assert str(path) in run.fails("merge", small_cnn, path, "-o", tmp_path / "m.cache")
     assert not (tmp_path / "m.cache").exists()
+
+
+def test_shards_of_different_counts_are_refused(run, shard, small_cnn, tmp_path):
+    paths = [shard(1, 2), shard(2, 2)]
+    changed_document(lambda d: d["share"].update(count=19))(paths[0])  # of 20: 10 images too
+    err = run.fails("merge", small_cnn, *paths, "-o", tmp_path / "m.cache")
+    assert "1-2.shard, 1/2 of 19 samples, and" in err
+
+
+def test_vast_number_of_missing_shards_is_not_listed(run, shard, small_cnn, tmp_path):
+    def claim_to_be_of_many(document):
+        document["share"].update(of=10**18, count=10**18)
+        document |= {"digests": document["digests"][:1], "peaks": []}
+
+    path = shard(1, 2)
+    changed_document(claim_to_be_of_many)(path)
+    err = run.fails("merge", small_cnn, path, "-o", tmp_path / "m.cache")
+    assert f"missing: 2/{10**18}, 3/" in err
 
 
 @pytest.fixture(scope="module")

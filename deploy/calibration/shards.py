@@ -24,6 +24,7 @@ import json
 import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar
 
@@ -215,7 +216,10 @@ def _check_positions(shard: Shard) -> None:
     A checkpoint, the file of an interrupted run, has the number of its samples in `counted`, and
     may lack the last images. A complete shard has None there.
     """
-    positions = shard.share.positions
+    share = shard.share
+    if not 1 <= share.number <= share.of <= share.count:  # `create_share` makes no other
+        raise ValueError(f"the number {share} of {share.count} samples")
+    positions = share.positions
     read_count = len(shard.digests)  # each image that was read has a digest
     is_incomplete = read_count < len(positions)
     if read_count > len(positions) or (is_incomplete and shard.counted is None):
@@ -417,10 +421,12 @@ def _refuse_foreign(shards: Sequence[Shard], loaded: LoadedModel) -> None:
                 f"all shards must be of one calibration, {shard.archive} is not that of"
                 f" {reference}: {'; '.join(changes.values())}"
             )
-        if shard.share.of != first_shard.share.of:
+        share, first_share = shard.share, first_shard.share
+        if (share.of, share.count) != (first_share.of, first_share.count):
             raise CacheError(
-                f"all shards must be of one calibration, got {first_shard.archive},"
-                f" {first_shard.share}, and {shard.archive}, {shard.share}"
+                f"all shards must be of one calibration, got {first_shard.archive}, {first_share}"
+                f" of {counted(first_share.count, 'sample')}, and {shard.archive}, {share} of"
+                f" {counted(share.count, 'sample')}"
             )
 
 
@@ -435,13 +441,12 @@ def _sort_by_number(shards: Sequence[Shard]) -> list[Shard]:
                 f" {first_of_number.archive} and {shard.archive}"
             )
     count = shards[0].share.of
-    missing = [
-        f"{number}/{count}" for number in range(1, count + 1) if number not in shard_by_number
-    ]
+    missing_numbers = (n for n in range(1, count + 1) if n not in shard_by_number)
+    missing = [f"{number}/{count}" for number in islice(missing_numbers, _MAX_LISTED)]
     if missing:
         raise CacheError(
             f"all shards are needed, got {len(shard_by_number)} of {count}; missing:"
-            f" {', '.join(missing[:_MAX_LISTED])}"
+            f" {', '.join(missing)}"
         )
     return [shard_by_number[number] for number in sorted(shard_by_number)]
 
