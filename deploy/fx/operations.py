@@ -74,9 +74,9 @@ def called_once(graph_module: fx.GraphModule, call: fx.Node) -> bool:
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")  # attributes of a module
 
 
-def has_hooks(module: nn.Module) -> bool:
+def has_hooks(module: nn.Module | None) -> bool:
     """Return whether a forward hook or pre-hook is registered on the module itself."""
-    return any(getattr(module, name) for name in HOOKS)
+    return any(getattr(module, name, None) for name in HOOKS)
 
 
 def is_plain(module: nn.Module | None, kinds: tuple[type[nn.Module], ...]) -> bool:
@@ -84,7 +84,7 @@ def is_plain(module: nn.Module | None, kinds: tuple[type[nn.Module], ...]) -> bo
 
     A subclass that overrides `forward` does something else, and so do forward hooks.
     """
-    if module is None or has_hooks(module):
+    if has_hooks(module):
         return False
     forward = getattr(type(module), "forward", None)
     return any(isinstance(module, kind) and forward is kind.forward for kind in kinds)
