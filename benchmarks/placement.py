@@ -72,7 +72,7 @@ def why_fewer(
     model: Path, own: dict[str, dict[str, bool]], other: dict[str, dict[str, bool]]
 ) -> list[str]:
     """Why calib8 leaves in float what ModelOpt has in int8; "no reason" where it has none."""
-    decisions = TensorRT().decisions(load(model).model)
+    decisions = TensorRT().plan(load(model).model).decisions
     reasons = {d.node: f"{d.op_type}: {d.reason}" for d in decisions if d.reason}
     missed = [
         reasons.get(name, f"{kind}: no reason")

@@ -113,7 +113,6 @@ def residual(norm: bool) -> Callable[[Path], str]:
 
         from tests import test_trt_qdq
 
-        test_trt_qdq.RNG = np.random.default_rng(11)  # the same weights in every run
         path = work / ("residual_bn.onnx" if norm else "residual.onnx")
         onnx.save(test_trt_qdq.residual(batchnorm=norm), path)
         arrays = np.random.default_rng(5).standard_normal((24, 3, 8, 8)).astype(np.float32)
