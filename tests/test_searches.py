@@ -3,6 +3,7 @@
 import json
 import sys
 from dataclasses import MISSING, dataclass, field, fields, replace
+from importlib import import_module
 
 import numpy as np
 import pytest
@@ -102,9 +103,10 @@ def share_of_range(histogram, params):
 @pytest.mark.slow
 def test_search_needs_only_a_table_row(small_cnn, pictures, tmp_path, monkeypatch, command):
     row = searches.RangeSearch(share_of_range, ShareParams, "keeps a share of the range")
+    for name in ("build", "calibrate", "calibration_options"):  # made again from the table
+        import_module(f"deploy.commands.{name}")  # so that later tests get these modules back
+        monkeypatch.delitem(sys.modules, f"deploy.commands.{name}")
     monkeypatch.setitem(SEARCHES, "share", row)
-    for name in ("build", "calibrate"):  # made again from the table
-        monkeypatch.delitem(sys.modules, f"deploy.commands.{name}", raising=False)
 
     assert "For --method share. [default: 0.5]" in command("build", "--help-all")
     out, images = tmp_path / "out", ("--images", pictures, "--preprocess", "unit")
