@@ -37,6 +37,17 @@ def test_every_option_has_a_help_sentence():
             assert re.fullmatch(r"[A-Z].*\.", sentence, re.DOTALL), (path, param.opts[-1])
 
 
+def test_every_option_is_on_a_page():
+    root = Path(__file__).parent.parent
+    pages = [root / "README.md", *(root / "docs").rglob("*.md")]
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    for path, command in commands():
+        for param in click_options(command):
+            # an option with a negative form stands there in either form
+            flags = [flag for flag in param.opts + param.secondary_opts if flag.startswith("--")]
+            assert any(re.search(rf"{flag}(?![\w-])", text) for flag in flags), (path, flags)
+
+
 @pytest.mark.parametrize("name", TABLE_COMMANDS)
 def test_help_sections_follow_the_workflow(name, run):
     command = dict(commands())[name,]
