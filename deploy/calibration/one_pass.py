@@ -460,8 +460,8 @@ def schedule_observations(
         if observation.lead is not None:  # which fixes the range of its histogram
             prerequisites.append(observation.lead)
     preliminary = observed.missing(with_needs(prerequisites, observed))
-    # `samples` of a statistic: how many it records, from the first on; None, for all, if it is not
-    # preliminary
+    # each of these records a number of samples, from the first on; only statistics of the entire
+    # pass have None
     first_sample_counts = [observation.statistic.samples or 0 for observation in preliminary]
     return ObservationSchedule(
         missing=missing_observations,

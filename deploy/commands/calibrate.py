@@ -88,7 +88,8 @@ def calibrate(
         path = out or Path(f"{model.stem}.cache")
     else:
         number, count = _parse_shard(shard)
-        # --limit and --stride choose the images of all shards together; a `Choice` can have a shard
+        # --limit and --stride choose the images of all shards together. `to_choice` makes a
+        # `Choice` of a plain number, since the shard is a field of it
         all_shards = to_choice(dataset.limit)
         dataset = replace(dataset, limit=replace(all_shards, shard=(number, count)))
         path = out or Path(f"{model.stem}.{number}-of-{count}.shard")

@@ -167,8 +167,10 @@ def read_labels(path: Path | str) -> FileList | Annotations | str:
             if separator == ",":  # a table, which may have other columns before the name
                 name = text.rpartition(",")[2]
             labelled_files.add(name.strip(' "'), int(label))
-        # an empty line is skipped, and so is the header of a table: a first line of several words
-        elif columns and (number > 1 or len(columns) == 1):
+            continue
+        # skipped: an empty line, and the header of a table (a first line of several words)
+        is_header = number == 1 and len(columns) > 1
+        if columns and not is_header:
             raise FeedError(
                 f"a label is a class number, line {number} of {path} ends in other text;"
                 " number the classes from 0, as the model's outputs are"

@@ -496,7 +496,8 @@ def _make_rows(results: Sequence[BuildResult], measurements: _Measurements) -> I
             label = name
             if not is_baseline and len(results) == 1:
                 label = result.precision  # such as int8, beside FP32
-            if result.target in failures:  # then `discard_failed` removes the target's files
+            # `discard_failed` removes all files of a target whose engine failed, its baselines too
+            if result.target in failures:
                 path = None
             size = None if path is None else path.stat().st_size
             opened_engine = measurements.engines.get(name)

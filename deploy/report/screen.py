@@ -574,7 +574,8 @@ def _effort_steps(
     if request.has_method:
         edit = f"without the line of method in {shlex.quote(options_file)}"
         yield f"{edit}: {command} --effort {max(effort, 1)}"
-    if EFFORT not in request.followed:  # a step that was followed is not suggested again
+    # the steps above differ from the last build; this one may be the one that was followed
+    if EFFORT not in request.followed:
         yield f"{command} --prefer accuracy --effort {max(effort, 2)}"
     if request.is_module:
         yield "train it with int8: calib8.torch.qat or `calib8 qat`"

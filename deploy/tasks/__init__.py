@@ -99,9 +99,11 @@ def make_metric(
 
 
 def recognise_task(samples: FirstSamples, task: str) -> tuple[EvaluationTask | None, str]:
-    """Return (task of the outputs, who set or declared it as text; "" if their values show it).
+    """Return (task of the outputs, who chose it).
 
-    The task is None if no recogniser is certain, or there are over 64 outputs.
+    The user chose it ("as set by --task"), or the model's file ("by FILE"); "" if the values of the
+    outputs show it, or if none is recognised. The task is None if no recogniser is certain, or
+    there are over 64 outputs, or the user or the file says that there is none.
 
     Args:
         samples: the float model's first samples.

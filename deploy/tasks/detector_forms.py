@@ -220,7 +220,7 @@ def _split_yolo_columns(table: _RowTable, samples: FirstSamples) -> Iterator[Row
         scores=table.select_columns(first_class, scores_end),
         box_columns=table.select_columns(0, _BOX_WIDTH),
         gates=table.select_columns(_BOX_WIDTH, first_class),  # the objectness, if there is one
-        shape_columns=table.select_columns(scores_end, table.width),
+        shape_columns=table.select_columns(scores_end, table.width),  # the others
         strides=table.strides,
     )
 

@@ -207,7 +207,8 @@ def find_layers(model: onnx.ModelProto) -> LayerGraph:
             layer_graph.layers[node.name] = layer_or_reason
         else:  # it stays in float
             layer_graph.float_reasons[node.name] = layer_or_reason
-        if layer_or_reason == _TWO_ACTIVATIONS:  # a configuration may name it, to have it in int8
+        # float by default, as said above, but a configuration may name it to have it in int8
+        if layer_or_reason == _TWO_ACTIVATIONS:
             layer_graph.optional_layers[node.name] = Layer(
                 name=node.name,
                 kind=node.op_type,

@@ -53,13 +53,13 @@ def write_tiles(model: onnx.ModelProto, context: RewriteContext) -> None:
         tile = tile_shape(node, weight.dims)  # (rows, columns); None if windows overlap or the like
         if tile is None:
             continue
-        channels = weight.dims[1]
+        channels = weight.dims[1]  # of the output; the constants have the same number
         tiled_layer = _TiledLayer(graph, node, tile, channels)
         replacements[node.name] = tiled_layer.write_layer(quantize)
         float_output = node.output[0].removesuffix("/float")  # its name in the float model
-        sizes = context.float_graph.shapes.get(float_output)
+        output_shape = context.float_graph.shapes.get(float_output) or (None,) * 4
         # pixels are moved after the QuantizeLinear, as bytes
-        moves = tiled_layer.write_moves(quantize, sizes or (None,) * 4)
+        moves = tiled_layer.write_moves(quantize, output_shape)
         replacements[quantize.name] = [quantize, *moves]
         tiled_layer.add_constants_to(model.graph, channels)
     if replacements:

@@ -432,7 +432,8 @@ def cache_bytes(subject: CalibrationSubject, ranges: RangeSet) -> bytes:
 def cache_notes(subject: CalibrationSubject, ranges: RangeSet) -> tuple[str, ...]:
     """Return notes on the cache for the user."""
     notes = []
-    model_in_file = subject.original or subject.model  # without a file, the model that was given
+    # the model of the user's file, before cleaning; a model given in memory itself
+    model_in_file = subject.original or subject.model
     if has_caffe_names(model_in_file, reading_version(subject)):
         notes.append("Tensors are named as TensorRT's Caffe parser names them.")
     # A method may read full batches only, and so leave out the last samples. This is the number of
