@@ -108,8 +108,8 @@ def test_unreadable_paths_are_refused(tmp_path):
             load(tmp_path / name)
 
 
-def quantized(op_type, domain=""):
-    node = make_node(op_type, "x", "y", name="q", domain=domain)
+def quantized(op_type, domain="", name="q"):
+    node = make_node(op_type, "x", "y", name=name, domain=domain)
     return model_of([node], domains=[domain] if domain else [])
 
 
@@ -141,7 +141,8 @@ UNFIT = {
     "no default opset": (relu(opset=1), "opset 7"),
     "Q/DQ": (quantized("QuantizeLinear"), "quantized already"),
     "QLinearConv": (quantized("QLinearConv"), "quantized already"),
-    "ConvInteger": (quantized("ConvInteger"), "quantized already"),
+    "ConvInteger": (quantized("ConvInteger"), r"quantized already \(ConvInteger 'q'\)"),
+    "no name": (quantized("ConvInteger", name=""), r"quantized already \(ConvInteger 'y'\)"),
     "contrib": (quantized("QLinearAdd", "com.microsoft"), "quantized already"),
     "custom op": (quantized("Twist", "my.domain"), "Twist of the domain 'my.domain'"),
     "unknown op": (quantized("Reluu"), "Reluu"),

@@ -14,7 +14,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from deploy.errors import ExportError, ModelError, QuantizedError, first_line
 from deploy.graph.edit import copy_message
-from deploy.graph.index import all_graphs, all_nodes, all_reads, opset_of
+from deploy.graph.index import all_graphs, all_nodes, all_reads, describe_node, opset_of
 from deploy.graph.placement import WEIGHTED
 
 if TYPE_CHECKING:
@@ -82,13 +82,13 @@ def check_float(model: onnx.ModelProto) -> None:
         if node.op_type in _ASCEND_OPERATORS:
             raise ModelError(
                 "the model must be a float32 one, got one that only Ascend's atc reads"
-                f" ({node.op_type} '{node.name}'); give the model it was made from, or its"
+                f" ({describe_node(node)}); give the model it was made from, or its"
                 " fake-quant model"
             )
         if is_quantized_node(node):
             raise QuantizedError(
                 "the model must be a float32 one, got one that is quantized already "
-                f"({node.op_type} '{node.name}'); give the model it was made from, or a Q/DQ model"
+                f"({describe_node(node)}); give the model it was made from, or a Q/DQ model"
                 " to calib8 build"
             )
 

@@ -28,7 +28,7 @@ from deploy.frontends.metadata import read_declaration, read_metadata_preprocess
 from deploy.frontends.onnx_file import load_onnx, read_source
 from deploy.frontends.shapes import infer_shapes
 from deploy.graph.edit import copy_message
-from deploy.graph.index import runtime_inputs
+from deploy.graph.index import describe_node, runtime_inputs
 from deploy.runtimes.ort import OrtSession
 
 if TYPE_CHECKING:
@@ -247,7 +247,7 @@ def _refuse_fixed_sizes(file_model: onnx.ModelProto, resized_model: onnx.ModelPr
         makes_samples = node.op_type == "Reshape" and input_keeps_batch and not output_keeps_batch
         if is_fixed or makes_samples:
             raise ModelError(
-                f"the {node.op_type} {node.name or node.output[0]!r} makes {list(output_shape)} of"
+                f"the {describe_node(node)} makes {list(output_shape)} of"
                 f" {list(input_shape)}, by a size of the file inside"
             )
 

@@ -78,6 +78,7 @@ from deploy.graph.index import (
     attributes,
     count_reads,
     declared_values,
+    describe_node,
     opset_of,
 )
 from deploy.graph.opset_forms import (
@@ -167,7 +168,7 @@ def _lift_node(node: onnx.NodeProto, scope: OpsetScope, *, read_tensors: set[str
         reason = str(error) if isinstance(error, CannotRewrite) else "it is no valid node"
         raise ModelError(
             f"a model of opset {scope.source_opset} is brought to {scope.target_opset}, got"
-            f" {node.op_type} '{node.name}', which has no form there: {reason};"
+            f" {describe_node(node)}, which has no form there: {reason};"
             f" export the model with opset {scope.target_opset} or later"
         ) from error
 

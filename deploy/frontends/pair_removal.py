@@ -47,6 +47,7 @@ from deploy.graph.index import (
     all_nodes,
     all_reads,
     attributes,
+    describe_node,
     names_of,
     opset_of,
     optional_input,
@@ -285,7 +286,7 @@ def remove_pairs(
         if node.op_type in (Q, DQ):
             raise ModelError(
                 "QuantizeLinear and DequantizeLinear of ONNX's own domain must form pairs on float"
-                f" tensors of the main graph, got {node.op_type} {node.name!r}; export the"
+                f" tensors of the main graph, got {describe_node(node)}; export the"
                 " model in that form, with float inputs and outputs"
             )
     grids = {  # by the final names: `run` renamed some tensors

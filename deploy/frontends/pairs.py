@@ -34,6 +34,7 @@ from deploy.graph.index import (
     all_nodes,
     attributes,
     channel_axis,
+    describe_node,
     optional_input,
 )
 from deploy.graph.placement import CUTS, MOVES, keeps_range
@@ -55,7 +56,7 @@ def refuse_integer_operators(model: onnx.ModelProto) -> None:
         if node.op_type.startswith(_INTEGER_OPS):
             raise ModelError(
                 "a quantized model must be in the Q/DQ form, got the integer operator"
-                f" {node.op_type} '{node.name}'; export it with QuantizeLinear and"
+                f" {describe_node(node)}; export it with QuantizeLinear and"
                 " DequantizeLinear (onnxruntime: QuantFormat.QDQ), or give the float model"
             )
 

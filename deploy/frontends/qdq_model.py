@@ -37,7 +37,7 @@ from deploy.frontends.pairs import (
     weight_grid,
 )
 from deploy.graph.edit import tensor_names
-from deploy.graph.index import TAILS, Graph, by_name
+from deploy.graph.index import TAILS, Graph, by_name, describe_node
 from deploy.graph.placement import WEIGHTED
 from deploy.graph.plan import never_negative
 
@@ -141,7 +141,7 @@ def check_pairs(model: onnx.ModelProto) -> tuple[PairGrid, ...]:
             raise ModelError(
                 "activations of a Q/DQ model must form pairs of one constant scale in int8 or"
                 " uint8, and its weights must be int8 or uint8 with constant scales, got"
-                f" {node.op_type} '{node.name}': {error}; quantize it again in that form, or give"
+                f" {describe_node(node)}: {error}; quantize it again in that form, or give"
                 " the float model"
             ) from error
     return tuple(constant_grids)
