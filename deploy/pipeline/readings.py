@@ -245,7 +245,7 @@ def score_reading(
     """Return the scores of each sample in another reading, such as another order of the colors.
 
     None if the float model is not surer of more samples than chance would give (a sign test, see
-    the module). Once that is so whatever the remaining samples hold, they are not run.
+    the module). As soon as the remaining samples cannot change that, they are not run.
 
     Args:
         samples: the samples.
