@@ -56,7 +56,7 @@ def test_sampling_stops_when_result_is_stable(first_loss, expected_calls, monkey
 
     monkeypatch.setattr(search_samples.VerdictPredictor, "_accuracies", judge_parts)
     judge = make_predictor()
-    verdict = judge.predict(None, noise=0.0)
+    verdict = judge.predict(None, worst_loss=0.0)
     assert len(judged_texts) == expected_calls
     assert verdict.task_loss.words == judged_texts[-1]
 
@@ -76,7 +76,7 @@ def test_few_counted_need_more_samples(counted, samples, expected_calls, monkeyp
             yield Accuracy(samples=samples, outputs=(), task=figure)
 
     monkeypatch.setattr(search_samples.VerdictPredictor, "_accuracies", judge_parts)
-    make_predictor().predict(None, noise=0.0)
+    make_predictor().predict(None, worst_loss=0.0)
     assert len(calls) == expected_calls
 
 
@@ -101,7 +101,7 @@ def test_no_loss_in_few_samples_does_not_prove_a_strict_limit(
             yield Accuracy(samples=samples, outputs=(), task=figure)
 
     monkeypatch.setattr(search_samples.VerdictPredictor, "_accuracies", accuracies)
-    expected = make_predictor(max_loss=max_loss).predict(None, noise=0.0)
+    expected = make_predictor(max_loss=max_loss).predict(None, worst_loss=0.0)
     assert expected.level == expected_level
 
 
@@ -122,7 +122,7 @@ def test_other_task_outputs_are_judged(monkeypatch):
     figures = Accuracy(samples=9, outputs=(age,), parts=(part,), task=figure)
     monkeypatch.setattr(search_samples.VerdictPredictor, "_accuracies", lambda *_: [figures])
     judge = make_predictor()
-    verdict = judge.predict(None, noise=0.0)
+    verdict = judge.predict(None, worst_loss=0.0)
     assert verdict.level == DOUBTFUL
 
 
@@ -158,7 +158,7 @@ def test_few_boxes_are_extrapolated_by_noise(box_count, lost, new_boxes, noise, 
     figures = Accuracy(samples=51, outputs=(), task=figure)
     monkeypatch.setattr(search_samples.VerdictPredictor, "_accuracies", lambda *_: [figures])
     judge = make_predictor()
-    expected = judge.predict(None, noise=noise)
+    expected = judge.predict(None, worst_loss=noise)
     assert (expected.level == GOOD) is good
 
 
@@ -214,10 +214,10 @@ def test_samples_without_boxes_are_hardly_run_again(box_limit, calls_again, monk
     monkeypatch.setattr(BoxComparison, "box_limit", box_limit)
     monkeypatch.setattr(search_samples, "GrowingComparison", BoxComparison)
     predictor = make_predictor(SimpleNamespace(subset=Subset(range(100))))
-    predictor.predict(None, noise=0.1)
+    predictor.predict(None, worst_loss=0.1)
     calls = BoxComparison.calls[:]
     assert [max_samples for max_samples, _ in calls] == [12, 48, 100]
-    predictor.predict(None, noise=0.1)
+    predictor.predict(None, worst_loss=0.1)
     assert BoxComparison.calls[3:] == (calls if calls_again is None else calls_again)
 
 

@@ -200,7 +200,7 @@ def auto_calibrate(
             max_loss=max_loss,
             layers=tuple(name for name in record_plan.layers if name in quantized_layers),
             node_inputs=node_inputs,
-            searches=records_by_search,
+            layers_by_search=records_by_search,
             general_searches=general_searches,
             find_nearest=find_nearest_searches,
             say=say,

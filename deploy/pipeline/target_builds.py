@@ -70,7 +70,7 @@ def search_targets(
                     request,
                     tuning.for_target(target),
                     earlier_plan,
-                    has_method=options.calibration.method is not None,
+                    has_fixed_method=options.calibration.method is not None,
                     rounds_weights=build.rounds_weights_of(target),
                 )
         except (MemoryError, OSError):  # they end the run, not the search of one target

@@ -62,8 +62,8 @@ class BudgetSearch:
         max_loss: the budget, see `loss_of`.
         layers: what may be float, in the model's order.
         node_inputs: those of `layers` that are one input of a node such as an Add, not counted.
-        searches: search of the target -> the layers that can have it.
-        general_searches: those of `searches` that all layers can have and that cost no time.
+        layers_by_search: search of the target -> the layers that can have it.
+        general_searches: those searches that all layers can have and that cost no time.
         find_nearest: returns layer -> the search with whose range it is nearest to float.
         say: called with sentences on the progress.
         ranking: layers with their losses, in the order in which they go to float; empty until it
@@ -79,7 +79,7 @@ class BudgetSearch:
     max_loss: float
     layers: Sequence[str]
     node_inputs: Collection[str]
-    searches: Mapping[str, Collection[str]]
+    layers_by_search: Mapping[str, Collection[str]]
     general_searches: Sequence[str]
     find_nearest: Callable[[], Mapping[str, str]]
     say: Callable[[str], None]
@@ -123,11 +123,11 @@ class BudgetSearch:
         base = self._try_searches_everywhere(search)
         if self._check_budget(base):
             return base
-        if self.ranking:  # the user gave it: then AMCT's rule holds, which tries nothing else
+        if self.ranking:  # the user chose AMCT's strategy, which tries nothing else
             return self._with_fewest_float_layers(search, base)
 
         # a single search means that the user configured it for all layers: the weights stay too
-        if len(self.searches) > 1:
+        if len(self.layers_by_search) > 1:
             search_and_trial = self._try_rounding(base, step)
             if search_and_trial is not None:
                 search, base = search_and_trial
@@ -219,13 +219,12 @@ class BudgetSearch:
     def _with_swapped_searches(self, search: Search, base: Trial) -> Trial:
         """Return a trial in which the layers that lose most have another search that loses less.
 
-        `search` runs the trials. The searches that are swapped are those of the target for a
-        layer's range (`searches`).
+        Such a search finds a layer's range in calibration; `search` is the one that runs trials.
         """
         best_trial = base
         for layer, _ in self.ranking[:_SWAPPED_LAYERS]:
             swapped_choices = []
-            for range_search, layers in self.searches.items():
+            for range_search, layers in self.layers_by_search.items():
                 if layer in layers:
                     search_by_layer = {**best_trial.choices.searches, layer: range_search}
                     swapped_choices.append(replace(best_trial.choices, searches=search_by_layer))
@@ -280,12 +279,14 @@ class RepairedBuilder:
     def __init__(self, target: Target, request: BuildRequest, repaired: BuildRequest) -> None:
         self._target = target
         self._repaired = repaired
-        self._originals = original_weights(request.model, find_exclusive_layers(request.model))
+        self._original_by_layer = original_weights(
+            request.model, find_exclusive_layers(request.model)
+        )
 
     def trial(self, request: BuildRequest) -> onnx.ModelProto:
         """Return the trial model of a request's choices."""
         model = self._target.trial(self._repaired.with_choices(request.choices))
-        restore_weights(model, self._originals, request.choices.float_nodes)
+        restore_weights(model, self._original_by_layer, request.choices.float_nodes)
         return model
 
     def final(self, choices: Choices) -> BuildRequest:
@@ -293,7 +294,7 @@ class RepairedBuilder:
         if not self._repaired.is_repaired:
             return self._repaired.with_choices(choices)
         model = copy_message(self._repaired.model)
-        restore_weights(model, self._originals, choices.float_nodes)
+        restore_weights(model, self._original_by_layer, choices.float_nodes)
         # its digest stays that of the model with all weights rounded
         loaded = replace(self._repaired.subject.loaded, model=model)
         return with_repaired_model(self._repaired.with_choices(choices), loaded)

@@ -210,11 +210,11 @@ class SplitChooser:
         """Try splits by halving, to find the fastest one with a verdict of this rank or better.
 
         A split says which layers are in float. Those that are tried become trials of the search;
-        nothing is returned. FLOAT allows a split as slow as the float model: then more and more of
-        the noisiest layers are in float.
+        nothing is returned. For a rank that demands some gain, the splits are those of the
+        predicted front that may be fast enough. FLOAT demands none, so its splits are chosen by
+        noise alone: the noisiest layer in float, the two noisiest, and so on.
         """
-        # all splits have the range methods of the trial of least loss; where times are measured,
-        # the candidates are the timed trials
+        # all splits have the range methods of the candidate of least loss
         base = min(self._candidates(), key=lambda trial: trial.loss)
         losses = self.search.layer_losses(base)
         if _RANKS[rank] == FLOAT:

@@ -304,16 +304,16 @@ class Prices:
         for unit, (int8, float32) in self.unit_prices.items():
             costs[unit] = int8 + weight * losses.get(unit, 0.0), float32
 
-        conversions = []
+        border_prices = []  # (unit, unit, price of converting the tensor between them)
         followers = []  # (unit, the unit with which it must be float)
         layers = {*self.units.layers, FLOAT_SIDE}
         for maker, reader, tensor in self.units.borders:
-            conversions.append((maker, reader, self.conversions[tensor]))
+            border_prices.append((maker, reader, self.conversions[tensor]))
             # a unit without weights gains nothing in int8 downstream of a float unit. Downstream of
             # `FLOAT_SIDE` it may gain: else all units from the model's input on would be float
             if reader not in layers and maker != FLOAT_SIDE:
                 followers.append((reader, maker))
-        float_units = cheapest_split(costs, conversions, followers, pinned.union([FLOAT_SIDE]))
+        float_units = cheapest_split(costs, border_prices, followers, pinned.union([FLOAT_SIDE]))
         return float_units.difference([FLOAT_SIDE])
 
 

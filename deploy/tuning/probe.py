@@ -197,6 +197,7 @@ class Prober:
     trial_count: int = 0
     errors: list[Calib8Error] = field(default_factory=list)
     _temperatures: Mapping[OutputSlice, tuple[float, int]] = field(init=False)
+    # power of every output slice of the float model at its mean amplitude over the samples
     _mean_powers: Floats = field(init=False)
     _samples: _TrialSamples = field(init=False)
     # made for the first isolated trial
@@ -352,7 +353,7 @@ class Prober:
         # an output of variable length, such as a list of detections, has no slices (`parts`): its
         # noise is the loss of the task alone
         is_detection_list = not self.form.parts and self.form.task is not None
-        comparison = None  # where only the noise of slices is asked for
+        comparison = None  # only the noise of slices is measured
         if is_detection_list or self.measures_accuracy:
             comparison = Comparison(self.form)
         input_names = [spec.name for spec in session.inputs]
@@ -436,9 +437,10 @@ def find_pick_sources(model: onnx.ModelProto) -> dict[tuple[str, int], str]:
     picked_tensors: set[str] = set()  # computed from nothing but picked values or their places
     sources: dict[tuple[str, int], str] = {}
     for node in model.graph.node:
-        gathers_picks = node.op_type in _GATHERING and node.input[1] in picked_tensors
-        if node.op_type in _PICKED_INPUTS or gathers_picks:
-            for index in _PICKED_INPUTS.get(node.op_type, (0,)):
+        # such as a GatherElements of the boxes at the places from a TopK
+        gathers_at_picks = node.op_type in _GATHERING and node.input[1] in picked_tensors
+        if node.op_type in _PICKED_INPUTS or gathers_at_picks:
+            for index in _PICKED_INPUTS.get(node.op_type, (0,)):  # 0: the data of a Gather
                 if node.input[index] not in picked_tensors | constant_tensors:
                     sources[node.name, index] = node.input[index]
             picked_tensors.update(node.output)

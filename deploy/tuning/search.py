@@ -210,7 +210,8 @@ class Search:
 
     def _try_all_in_int8(self) -> list[Trial]:
         """Return the trials of all methods, with as much in int8 as can run."""
-        # where another target's search found it better to clip, or not to clip, only such methods
+        # where another target's search found it better to clip, or not to clip, only such methods.
+        # In the first search `is_clipping` is None, which no method equals, so all are tried
         likely_methods = [
             method for method in self.methods if clips(method) == self.shared.is_clipping
         ]
@@ -259,7 +260,8 @@ class Search:
         if splits:
             likely_split = min(splits, key=self._predicted_cost)
             likely_trials = self.try_choices([trial.choices for trial in int8_trials], likely_split)
-        # sorting keeps the order of methods with which the worst slice is lost entirely
+        # trials that lose the worst slice entirely may have equal costs; they stay in the order of
+        # `int8_trials`, which is by the mean loss of the slices
         ranked_trials = sorted([*likely_trials, *int8_trials], key=self._method_cost)
         self._settle_method(ranked_trials)
         best_trial = ranked_trials[0]
@@ -338,6 +340,7 @@ class Search:
             measure,
             max_trials=self.effort.isolated_trials,
         )
+        # later searches measure on the same samples, so that their noise compares with this
         self.shared.sensitivity = sensitivity
         self.shared.isolated_indices = self.prober.isolated_indices
         return sensitivity

@@ -136,7 +136,8 @@ def _measure_candidates(
     """
     remaining_candidates = iter(candidates)
     first_candidate = next(remaining_candidates)
-    # the form holds means of values that vary little: they take more samples, as memory allows
+    # an output that varies little is measured about its mean, which the form holds; the mean is
+    # over more samples than the form needs otherwise, as memory allows
     mean_count = min(_MEAN_SAMPLES, enough_samples(first_candidate[0]))
     # the form is derived from the first candidates; `all_candidates` yields these too
     form, all_candidates = derive_from_first(
@@ -301,11 +302,11 @@ class VerdictPredictor:
     count_samples: Callable[[int], None]
     few_box_keys: list[tuple[int, ...]]
 
-    def predict(self, model: onnx.ModelProto, *, noise: float) -> ExpectedVerdict:
+    def predict(self, model: onnx.ModelProto, *, worst_loss: float) -> ExpectedVerdict:
         """Return the expected verdict on the engine of a model, from as few samples as will do.
 
-        `noise`: loss of the model's worst slice in the search. It tells more than boxes do where
-        the float model finds few of them.
+        `worst_loss`: loss of the model's worst slice in the search. Where the float model finds few
+        boxes, it stands for the boxes that more samples would lose.
         """
         levels: frozenset[str] = frozenset()
         task_loss = None
@@ -322,7 +323,7 @@ class VerdictPredictor:
                 if any(output.not_finite[0] for output in accuracy.outputs):
                     return ExpectedVerdict()
                 task_loss = measure_loss(accuracy, self.max_loss)
-                levels = self._find_levels(accuracy, noise)
+                levels = self._find_levels(accuracy, worst_loss)
                 if _is_certain(levels, accuracy, task_loss, self.max_loss):
                     break  # more samples would hardly change the verdict
         except BackendError:  # reported when the engine is built
@@ -334,13 +335,13 @@ class VerdictPredictor:
             outputs=EngineOutputs(model_digest(model), comparison.outputs),
         )
 
-    def _find_levels(self, accuracy: Accuracy, noise: float) -> frozenset[str]:
+    def _find_levels(self, accuracy: Accuracy, worst_loss: float) -> frozenset[str]:
         """Return the levels of all reasons that another split may change.
 
-        `noise`: loss of the worst slice, which few boxes are extrapolated by.
+        `worst_loss`: of the worst slice, which few boxes are extrapolated by.
         """
         if self.max_loss is None:  # else the user's limit is for the boxes that there are
-            accuracy = _extrapolate_few_boxes(accuracy, noise)
+            accuracy = _extrapolate_few_boxes(accuracy, worst_loss)
         level_reasons = judge_accuracy(accuracy, self.max_loss)
         return frozenset(
             level for level, reason in level_reasons if not reason.startswith(FLOAT_MODEL)
@@ -350,7 +351,8 @@ class VerdictPredictor:
         """Yield the accuracy on a few samples, then on more and on all; each sample runs once.
 
         If the float model finds few boxes, the samples without any could only show new ones. Then
-        those with boxes run (`few_box_keys`), and of the others as many as make up the first few.
+        those with boxes run (the entry of `few_box_keys`), and of the others as many as make up the
+        first few.
         """
         subset = self.evaluation_set.subset
         count = len(subset)
@@ -381,18 +383,18 @@ def _few_boxes(accuracy: Accuracy) -> TaskFigure | None:
     return task
 
 
-def _extrapolate_few_boxes(accuracy: Accuracy, noise: float) -> Accuracy:
+def _extrapolate_few_boxes(accuracy: Accuracy, worst_loss: float) -> Accuracy:
     """Return the accuracy that `MIN_OBJECTS` more boxes would show, if there are fewer boxes.
 
-    Of few boxes, a single one that is lost or new would decide. A share `noise` of the boxes that
-    are added counts as lost, and as many count as new. `task.lost` is a share of the float model's
-    boxes, `task.new` is a number of boxes.
+    Of few boxes, a single one that is lost or new would decide. A share `worst_loss` of the boxes
+    that are added counts as lost, and as many count as new. `task.lost` is a share of the float
+    model's boxes, `task.new` is a number of boxes.
     """
     task = _few_boxes(accuracy)
     if task is None:
         return accuracy
     count = task.counted + MIN_OBJECTS
-    added_loss = noise * MIN_OBJECTS  # boxes
+    added_loss = worst_loss * MIN_OBJECTS  # boxes
     lost_share = (task.lost * task.counted + added_loss) / count
     expected_task = replace(
         task, value=task.reference - lost_share, new=int(task.new + added_loss), counted=count
@@ -425,6 +427,7 @@ def _is_certain(
         return True
     if accuracy.samples < CANDIDATE_COUNT:
         task = accuracy.task
+        # 0: a user's metric, which counts nothing, or no box so far
         if task is None or 0 < task.counted < MIN_OBJECTS:
             return False
     if max_loss is not None and task_loss is not None and task_loss.level == GOOD:

@@ -125,36 +125,37 @@ def adapt_sensitivity(
     noise of each other group is expected to be that of before, times the median change of the
     measured ones. Then the noisiest are halved.
 
-    If the sum is less than half of `int8_noise`, layers are noisy now that were quiet before, so
-    all groups are measured.
+    If the expected noise of all groups adds up to less than half of `int8_noise`, layers are noisy
+    now that were quiet before, so the other groups are measured too.
 
     Args:
         prior: of another target or method, on the same samples.
         layers: of this target, in the model's order.
         measure: groups -> noise of each with all else in float; None where it cannot run.
         first_count: number of groups of `prior` to measure.
-        max_trials: groups to measure at most, if their noise explains `int8_noise`; else, all.
+        max_trials: groups to measure at most, unless the other groups are measured too.
         int8_noise: noise with all layers in int8.
     """
-    new_groups, noise_before = _regroup(prior, layers)
-    noisiest_first = sorted(noise_before, key=lambda group: -noise_before[group].worst)
+    new_groups, prior_noise_by_group = _regroup(prior, layers)
+    noisiest_first = sorted(
+        prior_noise_by_group, key=lambda group: -prior_noise_by_group[group].worst
+    )
     first_groups = [*new_groups, *noisiest_first[:first_count]]
     other_groups = noisiest_first[first_count:]
     noise_by_group = _measure_runnable(first_groups, measure)
 
-    # of groups that were measured before and now
+    # of groups that were measured before and now: noise now over noise before
     power_ratios = []
-    for group in noise_by_group.keys() & noise_before.keys():
-        power_ratios.append(_power_ratio(noise_by_group[group], noise_before[group]))
+    for group in noise_by_group.keys() & prior_noise_by_group.keys():
+        power_ratios.append(_power_ratio(noise_by_group[group], prior_noise_by_group[group]))
     median_ratio = median(power_ratios) if power_ratios else 1.0
-    for group in other_groups:
-        noise_by_group[group] = noise_before[group].scaled(median_ratio)
-    expected_noise = Sensitivity(noise_by_group).predict()
+    other_noises = {
+        group: prior_noise_by_group[group].scaled(median_ratio) for group in other_groups
+    }
+    expected_noise = Sensitivity({**noise_by_group, **other_noises}).predict()
     if _power_ratio(int8_noise, expected_noise) > _MAX_UNEXPLAINED_RATIO:
-        # a group that cannot run must not keep its expected noise
-        for group in other_groups:
-            del noise_by_group[group]
-        noise_by_group |= _measure_runnable(other_groups, measure)
+        other_noises = _measure_runnable(other_groups, measure)
+    noise_by_group |= other_noises
 
     _halve_noisiest(noise_by_group, measure, max_trials - len(first_groups))
     return Sensitivity(noise_by_group)
@@ -170,15 +171,15 @@ def _regroup(prior: Sensitivity, layers: Sequence[str]) -> tuple[list[Group], di
     """
     prior_group_by_layer = {layer: group for group in prior.groups for layer in group}
     new_groups = []
-    noise_before = {}
+    prior_noise_by_group = {}
     for prior_group, members in groupby(layers, key=prior_group_by_layer.get):
         group = tuple(members)
         if prior_group is None:
             new_groups.append(group)
         else:
             layer_share = len(group) / len(prior_group)
-            noise_before[group] = prior.groups[prior_group].scaled(layer_share)
-    return new_groups, noise_before
+            prior_noise_by_group[group] = prior.groups[prior_group].scaled(layer_share)
+    return new_groups, prior_noise_by_group
 
 
 def split_into_groups(layers: Sequence[str], max_groups: int) -> list[Group]:

@@ -135,9 +135,11 @@ def run_search(setup: SearchSetup, step: Step) -> tuple[TargetPlan, int]:
         # to observe again takes long, so only until the build's searches know whether to clip
         observes_again=setup.shared_findings.is_clipping is None,
     )
+    # only the trials have these ranges: engines are judged and timed with those of all samples
     trial_setup = replace(setup, request=trial_request)
     prober = make_prober(trial_setup, build_trial, samples, form, step, budget)
-    # those of the build's first search, whose noise of layers is adapted; None in the first one
+    # layers are measured on the samples of the build's first search, which selects them itself: to
+    # it this is None
     prober.isolated_indices = setup.shared_findings.isolated_indices
     sizes = SplitSizes(model, units)
     search = Search(
@@ -248,7 +250,8 @@ def make_prober(
         form = derive_form(source_outputs, inputs=inputs, metric=form.metric)
         build_trial = partial(_build_with_sources, build_trial, sources)
 
-    # an effort gives the samples of isolated trials out of `TRIAL_SAMPLES`; here their share counts
+    # an effort says how many of `TRIAL_SAMPLES` samples isolated trials have; of more or fewer
+    # samples they have the same share
     isolated_count = len(samples) * setup.effort.isolated_samples // TRIAL_SAMPLES
     return Prober(
         build_trial,
@@ -319,8 +322,8 @@ def _split_chooser(
         max_loss=setup.options.max_loss,
         form=form,
         count_samples=budget.spend,
-        # one list for the searches of all targets: `compute_once` makes an empty one in the first
-        few_box_keys=setup.request.ranges.compute_once("few boxes", list[tuple[int, ...]]),
+        # the first search makes an empty list, and the searches of other targets get the same one
+        few_box_keys=setup.request.ranges.compute_once("few boxes", list),
     )
     target = setup.target
     # most samples that one more trial takes: to run it, and to predict its verdict
@@ -333,7 +336,7 @@ def _split_chooser(
             model = build_trial(request)
         else:
             model = evaluated_model(target, request, rounds_weights=setup.rounds_weights)
-        return predictor.predict(model, noise=trial.noise.worst)
+        return predictor.predict(model, worst_loss=trial.noise.worst)
 
     return SplitChooser(
         search=search,

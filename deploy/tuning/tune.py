@@ -65,7 +65,7 @@ def plan_target(
     options: Tuning,
     earlier_plans: PlanFile,
     *,
-    has_method: bool,
+    has_fixed_method: bool,
     rounds_weights: bool = False,
 ) -> PlannedTarget:
     """Return the plan of a target: an existing one that fits, else the result of a search.
@@ -77,7 +77,7 @@ def plan_target(
         request: its build request.
         options: of the search.
         earlier_plans: content of the plan file, with plans for any number of targets.
-        has_method: whether the user chose the range method, which a search then does not change.
+        has_fixed_method: whether the user chose the range method; a search does not change it then.
         rounds_weights: whether the build tries adaptive rounding.
 
     Raises:
@@ -88,7 +88,7 @@ def plan_target(
         target=target,
         request=request,
         options=options,
-        has_fixed_method=has_method,
+        has_fixed_method=has_fixed_method,
         rounds_weights=rounds_weights,
     )
     # node that the plan file has in float for every target -> the reason
@@ -238,12 +238,12 @@ def refuse_wrong_plan(
     _refuse_search_options(options)
     if isinstance(method, str):
         method = Method.of(method)
-    plans = find_plan(path, options, loaded.digest)
-    match_nodes(loaded.model, plans.float_nodes)
+    plan_file = find_plan(path, options, loaded.digest)
+    match_nodes(loaded.model, plan_file.float_nodes)  # refuses a pattern that matches no node
     for target in targets:
-        if plans.targets and target.name not in plans.targets:
+        if plan_file.targets and target.name not in plan_file.targets:
             continue  # it may have failed when the plan was made
-        plan = _find_earlier_plan(target, options, plans) or TargetPlan()
+        plan = _find_earlier_plan(target, options, plan_file) or TargetPlan()
         _check_names(loaded.model, plan)
         if not target.own_method:  # else it ignores --method
             _check_method(target.name, plan.choices, method)
@@ -273,16 +273,15 @@ def _check_method(target: str, choices: Choices, method: Method | None) -> None:
             all comparable methods are observed.
     """
     planned_method = choices.method  # of all tensors but those in `choices.methods`
-    if method is not None and method != planned_method and (planned_method or choices.methods):
-        raise ConfigError(
-            f"ranges are found by the plan's methods or by the user's, got both for {target};"
-            " leave --method out, or the methods in the plan"
-        )
-    if (
-        method is None
-        and planned_method is not None
-        and planned_method.name not in dict(COMPARABLE)
-    ):
+    if method is not None:
+        # a plan without methods is built with the user's
+        if method != planned_method and (planned_method or choices.methods):
+            raise ConfigError(
+                f"ranges are found by the plan's methods or by the user's, got both for {target};"
+                " leave --method out, or the methods in the plan"
+            )
+    # `COMPARABLE` has the names and parameters of the methods whose statistics are observed
+    elif planned_method is not None and planned_method.name not in dict(COMPARABLE):
         raise ConfigError(
             f"the plan of {target} has ranges of another calibration; build with --method"
             f" {planned_method.name}"

@@ -114,7 +114,7 @@ def rounded_trial_builder(
     rounded_model = with_constants(request.model, arrays)
     rounded_loaded = replace(request.subject.loaded, model=rounded_model)
     layers = [layer for layer in find_exclusive_layers(request.model) if layer.weight in arrays]
-    originals = original_weights(request.model, layers)
+    original_by_layer = original_weights(request.model, layers)
 
     def build_trial(trial_request: BuildRequest) -> onnx.ModelProto:
         if trial_request.choices.rounded is False:
@@ -123,7 +123,7 @@ def rounded_trial_builder(
         subject = replace(trial_request.subject, loaded=rounded_loaded)
         model = target.trial(replace(trial_request, subject=subject))
         int8_layers = read_all_quantizations(model, layers)
-        restore_weights(model, originals, originals.keys() - int8_layers.keys())
+        restore_weights(model, original_by_layer, original_by_layer.keys() - int8_layers.keys())
         return model
 
     return build_trial
@@ -182,13 +182,14 @@ def _round_for_targets(
         rounded_layers |= target_quantization.quantization_by_layer.keys()
     rounding_count = len(repair_input.samples)  # samples that round, the first of all
     samples = [*repair_input.samples, *repair_input.held_out]
+    # the patches are spread evenly over all samples; those that round get `_PATCHES` of them
+    patch_count = _PATCHES * len(samples) // rounding_count
     weights_by_target: dict[str, RoundedWeights] = {name: {} for name in quantization_by_target}
     for layer, patches_by_sample in layer_patches(
         request.model,
         [layer for layer in layers if layer.name in rounded_layers],
         samples,
-        # over all samples, so that the share of those that round is `_PATCHES`
-        max_patches=_PATCHES * len(samples) // rounding_count,
+        max_patches=patch_count,
         threads=request.threads,
     ):
         # patches are [groups, K, P]; the P of several samples are joined
@@ -224,10 +225,11 @@ def _round_layer(
         scale = quantization.weight_scale
         # kernels of a depthwise layer add in 32 bits, others a pair of products in 16
         limits_pair_sums = target_quantization.limits_pair_sums and not is_depthwise_layer
+        # [groups, C_out per group]: all weights of a channel have one scale
         channel_scales = layer.to_rows(np.broadcast_to(scale, layer.array.shape))[..., 0]
-        # `round_weight` never changes the largest weight that has a scale. A single scale of the
-        # tensor has one such weight, equal scales of all channels have one in each channel: the
-        # results differ
+        # `round_weight` never changes a weight that sets a scale: with one scale of the tensor that
+        # is its largest weight, with a scale per channel the largest of each channel. So the
+        # results differ even if all scales are equal
         is_per_tensor = scale.size == 1
         grid_key = quantization.grid, is_per_tensor, channel_scales.tobytes(), limits_pair_sums
         if grid_key not in rounded_by_grid:
@@ -314,14 +316,16 @@ def round_weight(
                 grid=grid,
             )
 
+    # squared output error on held-out samples, relative to that of the nearest integers
     if inputs.held_out is not None:
+        # this changes `integers`
         error_ratio = _undo_worse_rows(
             steps, nearest_integers, integers, scale_rows, inputs.held_out
         )
     elif (integers != nearest_integers).any():
-        error_ratio = math.nan  # unknown
+        error_ratio = math.nan  # unknown without these samples
     else:
-        error_ratio = 1.0
+        error_ratio = 1.0  # nothing has changed
     # float values of the integers, none beyond the channel's extremes, which set the scale
     changed_rows = np.clip(integers * scale_rows, *_weight_limits(weight_rows))
     # a weight rounded to nearest keeps its own float value: the target rounds it to that integer
@@ -341,13 +345,14 @@ def _find_fixed(
         limits_pair_sums: as for `round_weight`.
     """
     magnitudes = np.abs(steps)
-    scale_axis = None if is_per_tensor else 2  # over which a scale holds; None: all of them
-    is_fixed = magnitudes >= magnitudes.max(axis=scale_axis, keepdims=True)  # they set the scale
+    scale_axis = None if is_per_tensor else 2  # of the weights that share a scale; None: all axes
+    # the largest set the scale
+    is_fixed: NDArray[np.bool_] = magnitudes >= magnitudes.max(axis=scale_axis, keepdims=True)
     if limits_pair_sums:
         _, _, in_channels, taps = layer.channel_shape
         channel_steps = steps.reshape(layer.out_channels, in_channels, taps)
         is_fixed |= tight_pair_mask(channel_steps).reshape(steps.shape)
-    return np.asarray(is_fixed)
+    return is_fixed
 
 
 def _undo_worse_rows(

@@ -184,7 +184,9 @@ def original_weights(
 
 
 def restore_weights(
-    model: onnx.ModelProto, originals: Mapping[str, onnx.TensorProto], layers: Iterable[str]
+    model: onnx.ModelProto,
+    original_by_layer: Mapping[str, onnx.TensorProto],
+    layers: Iterable[str],
 ) -> None:
     """Give layers of a target's model the weights of the float model back, in place.
 
@@ -194,13 +196,13 @@ def restore_weights(
 
     Args:
         model: the target's model.
-        originals: layer -> its weight in the float model (`original_weights`).
+        original_by_layer: layer -> its weight in the float model (`original_weights`).
         layers: the layers to restore.
     """
     dims_by_constant = {tensor.name: tensor.dims for tensor in model.graph.initializer}
     restored_tensors = {}
-    for layer in originals.keys() & set(layers):
-        weight = originals[layer]
+    for layer in original_by_layer.keys() & set(layers):
+        weight = original_by_layer[layer]
         padded_copy = padded_name(weight.name, layer)
         if weight.name in dims_by_constant:
             restored_tensors[weight.name] = weight
@@ -307,10 +309,11 @@ def _read_fake_quant(
     # the output is multiplied by input scale * weight scale: one value, or one for each channel
     output_scales = _to_array(graph, output_scale_name).astype(np.float64).reshape(-1)
     channel_scales = np.broadcast_to(output_scales * inverse_input_scale, layer.out_channels)
-    # the scale of each weight: [groups, C_out per group, C_in per group, taps]
-    scales_by_group = channel_scales.reshape(layer.groups, -1, 1, 1)
-    weight_scales = np.broadcast_to(scales_by_group, layer.channel_shape)
-    weight_scale = layer.from_rows(weight_scales).astype(np.float64)
+    # each weight has the scale of its channel: [groups, C_out per group, C_in per group, taps]
+    grouped_scales = np.broadcast_to(
+        channel_scales.reshape(layer.groups, -1, 1, 1), layer.channel_shape
+    )
+    weight_scale = layer.from_rows(grouped_scales).astype(np.float64)
     is_balanced = f"{node.name}.tensor_balance_factor.output0" in graph.constants  # by DMQ
     codes = _to_array(graph, node.input[1])
     return LayerQuantization(
