@@ -20,9 +20,17 @@ from types import MappingProxyType
 
 import onnx
 
+from calibrators.weights import is_depthwise
 from deploy.graph.edit import copy_with_outputs
 from deploy.graph.gates import Gate, find_gates
-from deploy.graph.index import Graph, attributes, by_name, names_of
+from deploy.graph.index import (
+    Graph,
+    attributes,
+    by_name,
+    channel_axis,
+    group_count,
+    names_of,
+)
 from deploy.graph.placement import WEIGHTED
 from deploy.graph.plan import Decision
 from deploy.runtimes.ort import OrtSession
@@ -134,14 +142,12 @@ def _find_tail(graph: Graph, node: onnx.NodeProto, groups: Groups) -> list[str]:
 
 
 def _find_gated_layer(graph: Graph, gate: Gate, groups: Groups) -> list[str]:
-    """Return the layer whose output only the gate reads."""
-    maker = graph.producer.get(gate.source)
-    if maker is None or maker.name not in groups or maker.op_type not in WEIGHTED:
-        return []
-    if gate.source in graph.outputs or gate.source in graph.captured:
+    """Return the int8 layer whose output only the gate reads; empty without one."""
+    layer = graph.find_producer(gate.source, *WEIGHTED)
+    if layer is None or layer.name not in groups or graph.is_read_outside(gate.source):
         return []
     readers = names_of(graph.readers[gate.source])
-    return [maker.name] if readers <= set(gate.nodes) else []
+    return [layer.name] if readers <= set(gate.nodes) else []
 
 
 def _find_activation_nodes(graph: Graph, node: onnx.NodeProto, groups: Groups) -> list[str]:
@@ -368,11 +374,10 @@ def _price_node(
         return kernels.other_ratio * float_price, float_price
 
     dims = list(weight.dims)
-    groups = attributes(node).get("group", 1)
     product_price = 1.0
     if node.op_type in ("Gemm", "MatMul"):
         int8_ratio = kernels.matrix
-    elif groups > 1 and groups == dims[0] and dims[1] == 1:
+    elif is_depthwise(group_count(node), dims[0], dims[1]):
         int8_ratio = kernels.depthwise
         product_price = kernels.price_per_depthwise_product
     elif math.prod(dims[2:]) == 1:
@@ -394,15 +399,11 @@ def _products_per_value(node: onnx.NodeProto, dims: Sequence[int]) -> float:
         ConvTranspose    [C_in, C_out of a group, *kernel]
         MatMul, Gemm     [C_in, C_out], or [C_out, C_in] with transB
     """
-    node_attributes = attributes(node)
-    if node.op_type in ("Gemm", "MatMul"):
-        out_channels = dims[0] if node_attributes.get("transB", 0) else dims[-1]
-    elif node.op_type == "Conv":
-        out_channels = dims[0]
-    else:
+    out_channels = dims[channel_axis(node, len(dims))]
+    if node.op_type == "ConvTranspose":
         # a pixel of the input gives as many pixels of the output as the product of the strides
-        out_channels = dims[1] * node_attributes.get("group", 1)
-        out_channels *= math.prod(node_attributes.get("strides", [1]))
+        pixels = math.prod(attributes(node).get("strides", [1]))
+        out_channels *= group_count(node) * pixels
     return math.prod(dims) / max(out_channels, 1)
 
 

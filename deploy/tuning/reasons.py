@@ -8,7 +8,6 @@ import re
 
 from deploy.tuning.search import Search
 from deploy.tuning.search_options import Trial
-from deploy.tuning.sensitivity import Sensitivity
 
 # kinds of reasons
 NOISE, TIME, CONSEQUENCE, RULE = "noise", "time", "consequence", "rule"
@@ -32,27 +31,24 @@ def float_reasons(search: Search, built: Trial) -> dict[str, str]:
             reason = search.float_adds[unit]
         else:
             # neither noisy nor slow in int8: it is float for the units next to it
-            reason = (
-                _noise_reason(unit, search.sensitivity, search.precision)
-                or _time_reason(search, unit)
-                or BETWEEN
-            )
+            reason = _noise_reason(search, unit) or _time_reason(search, unit) or BETWEEN
         reasons.update(dict.fromkeys(node_names, reason))
     return reasons
 
 
-def _noise_reason(unit: str, sensitivity: Sensitivity | None, precision: str) -> str:
+def _noise_reason(search: Search, unit: str) -> str:
     """Return the reason by the noise of a unit, or of its group; "" where it is small."""
-    if sensitivity is None:
+    if search.sensitivity is None:
         return ""
-    total_loss = sum(noise.worst for noise in sensitivity.groups.values())
-    for group, noise in sensitivity.groups.items():
+    groups = search.sensitivity.groups
+    total_loss = sum(noise.worst for noise in groups.values())
+    for group, noise in groups.items():
         is_noisy = noise.worst > _MIN_NOISE_SHARE * total_loss and noise.db < _NO_NOISE_DB
         if unit in group and is_noisy:
             subject = "it" if len(group) == 1 else f"its group of {len(group)} layers"
             sqnr_db = round(noise.db, 1) + 0.0  # never -0.0
             worst_slice = noise.worst_slice_label
-            return f"{_NOISY}{precision} {subject} leaves {sqnr_db:.1f} dB of {worst_slice}"
+            return f"{_NOISY}{search.precision} {subject} leaves {sqnr_db:.1f} dB of {worst_slice}"
     return ""
 
 

@@ -280,10 +280,9 @@ class Search:
         """
         groups = split_into_groups(self.units.layers, self.effort.isolated_trials)
         noises = self._measure_isolated(NO_CHOICES, groups)
-        refused_groups = []
-        for group, noise in zip(groups, noises, strict=True):
-            if noise is None:
-                refused_groups.append(group)
+        refused_groups = [
+            group for group, noise in zip(groups, noises, strict=True) if noise is None
+        ]
         if len(refused_groups) == len(groups):
             return frozenset()
         return frozenset[str]().union(*refused_groups)

@@ -99,14 +99,21 @@ def measure_sensitivity(
 def _halve_noisiest(
     noise_by_group: dict[Group, Noise], measure: NoiseMeter, max_trials: int
 ) -> None:
-    """Replace the noisiest group by its halves, again and again, as long as trials are left."""
+    """Replace the noisiest group by its halves, again and again, as long as trials are left.
+
+    It ends sooner if all groups that can be halved are quiet.
+    """
     for _ in range(max_trials // 2):
-        group = _noisiest(noise_by_group)
-        if group is None:
+        noisy_groups = []
+        for group, noise in noise_by_group.items():
+            if len(group) > 1 and noise.worst > _QUIET_GROUP_LOSS:
+                noisy_groups.append(group)
+        if not noisy_groups:
             break
-        middle = (len(group) + 1) // 2
-        halves = [group[:middle], group[middle:]]
-        del noise_by_group[group]
+        noisiest = max(noisy_groups, key=lambda group: noise_by_group[group].worst)
+        middle = (len(noisiest) + 1) // 2
+        halves = [noisiest[:middle], noisiest[middle:]]
+        del noise_by_group[noisiest]
         noise_by_group |= _measure_runnable(halves, measure)
 
 
@@ -200,14 +207,3 @@ def _measure_runnable(groups: Sequence[Group], measure: NoiseMeter) -> dict[Grou
 def _power_ratio(noise: Noise, reference: Noise) -> float:
     """Return the ratio of two noise powers in their worst slices."""
     return math.pow(10, (reference.db - noise.db) / 10)
-
-
-def _noisiest(noise_by_group: Mapping[Group, Noise]) -> Group | None:
-    """Return the noisiest group that can be halved; None if all of these are quiet."""
-    noisiest = None
-    highest_loss = _QUIET_GROUP_LOSS
-    for group, noise in noise_by_group.items():
-        if len(group) > 1 and noise.worst > highest_loss:
-            noisiest = group
-            highest_loss = noise.worst
-    return noisiest

@@ -198,10 +198,11 @@ def find_plan(path: Path, options: Tuning, digest: str) -> PlanFile:
                 " --plan to have one made"
             )
         return plan
-    if options.fresh or not path.exists():
-        return PlanFile(model=digest)
-    plan = read_plan(path)
-    return plan if plan.model == digest else PlanFile(model=digest)
+    if not options.fresh and path.exists():
+        plan = read_plan(path)
+        if plan.model == digest:
+            return plan
+    return PlanFile(model=digest)
 
 
 def store_plan(path: Path, earlier_plans: PlanFile, planned: Mapping[str, PlannedTarget]) -> Path:
