@@ -17,7 +17,7 @@ import onnx
 from onnx import helper
 
 from deploy.graph.edit import copy_with_outputs, extract_nodes
-from deploy.graph.index import by_name, iter_reads, names_of
+from deploy.graph.index import by_name, iter_reads, map_producers, names_of
 from deploy.runtimes.ort import OrtSession
 from deploy.tensors import Array
 
@@ -51,8 +51,7 @@ class FloatActivations:
         Raises:
             BackendError: ONNX Runtime refused the model or a sample.
         """
-        nodes = reference.graph.node
-        self._node_by_output = {name: node for node in nodes for name in node.output}
+        self._node_by_output = map_producers(reference.graph.node)
         self._constants = by_name(reference.graph.initializer)
         self.values_by_sample: list[Values] = []
         border_tensors: dict[str, None] = {}
@@ -77,7 +76,8 @@ class FloatActivations:
         is_equal_by_constant: dict[str, bool] = {}
         unchanged_names = names_of(model.graph.input)
         for node in model.graph.node:
-            if any(self._node_by_output.get(name) != node for name in node.output):
+            # "" is an output that is left out
+            if any(self._node_by_output.get(name) != node for name in filter(None, node.output)):
                 continue
             reads = set(iter_reads(node))
             read_constants = reads & constants.keys()

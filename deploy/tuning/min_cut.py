@@ -72,7 +72,7 @@ class _FlowNetwork:
 
     def add_pipe(self, start: int, end: int, size: float) -> None:
         """Add a pipe; it widens one that is there."""
-        if size > 0 and start != end:
+        if size > 0:
             self._residuals[start][end] = self._residuals[start].get(end, 0.0) + size
             self._residuals[end].setdefault(start, 0.0)
             self._min_capacity += _MIN_CAPACITY * size

@@ -472,10 +472,12 @@ def with_held_out_ranges(
     statistics = ranges.compute_once("held out", ObservedStatistics)
     try:
         statistics_to_add = statistics.missing(target.demand(subject))
-        are_subtractable = all(_is_subtractable(ranges, item) for item in statistics_to_add)
-        if not observes_again and not are_subtractable:
+        subtractable = [item for item in statistics_to_add if _is_subtractable(ranges, item)]
+        if len(subtractable) < len(statistics_to_add) and not observes_again:
             return request
-        _add_statistics_without(samples, statistics, statistics_to_add, request, count_samples)
+        _add_statistics_without(
+            samples, statistics, statistics_to_add, subtractable, request, count_samples
+        )
     except SampleChangedError:  # a file of the user changed while it was read: the user is told
         raise
     except Calib8Error:  # a target that needs all samples, a tensor that only these have
@@ -488,6 +490,7 @@ def _add_statistics_without(
     held_out_samples: Sequence[Sample],
     statistics: ObservedStatistics,
     statistics_to_add: Sequence[Observation],
+    subtractable: Sequence[Observation],
     request: BuildRequest,
     count_samples: Callable[[int], None],
 ) -> None:
@@ -500,15 +503,14 @@ def _add_statistics_without(
         held_out_samples: to leave out.
         statistics: of the other samples, as far as they are known; changed.
         statistics_to_add: which tensors' statistics to add.
+        subtractable: those of them that can be subtracted.
         request: has the statistics of all samples.
         count_samples: called with the number of samples that are run for it.
     """
-    ranges = request.ranges
-    subtractable = [item for item in statistics_to_add if _is_subtractable(ranges, item)]
     if subtractable:
         count_samples(len(held_out_samples))
         held_out_statistics = observe(subtractable, held_out_samples, threads=request.threads)
-        statistics |= _subtract(ranges, subtractable, held_out_statistics)
+        statistics |= _subtract(request.ranges, subtractable, held_out_statistics)
     if len(subtractable) < len(statistics_to_add):
         other_count = len(request.feed) - len(held_out_samples)
         count_samples(other_count)
