@@ -79,6 +79,19 @@ def test_same_nodes_need_equal_constants(activations):
     assert "b" not in activations.unchanged_tensors(trial)
 
 
+def test_node_with_omitted_output_is_unchanged():
+    nodes = [
+        make_node("RNN", "x w w", ["", "a"], name="A", hidden_size=4),
+        make_node("RNN", "a w w", ["", "b"], name="B", hidden_size=4),
+        make_node("Relu", "b", "y", name="C"),
+    ]
+    shape = (1, 1, 4)
+    weights = {"w": np.ones((1, 4, 4), np.float32)}
+    model = make_model(nodes, {"x": shape}, {"y": shape}, weights, opset=17)
+    activations = FloatActivations(model, [["C"]], [{"x": np.ones(shape, np.float32)}])
+    assert {"a", "b"} <= activations.unchanged_tensors(model)
+
+
 def test_kept_activations_are_bounded(monkeypatch):
     monkeypatch.setattr(float_activations, "_MAX_BYTES", 4 * 4 * len(SAMPLES))
     activations = FloatActivations(chain(), [["B"], ["C"]], SAMPLES)

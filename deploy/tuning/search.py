@@ -392,8 +392,8 @@ class Search:
         step = max(1, len(splits) // _FIRST_STEP_SHARE)
         cost_by_index: dict[int, float] = {}
         while step:
-            nearby_indices = [center, center - step, center + step]
-            nearby_indices = [index for index in nearby_indices if 0 <= index < len(splits)]
+            indices = center, center - step, center + step
+            nearby_indices = [index for index in indices if 0 <= index < len(splits)]
             # once `split_trials` splits have a cost, no other is tried: it counts as infinite
             for index in nearby_indices:
                 if index not in cost_by_index and len(cost_by_index) < self.effort.split_trials:

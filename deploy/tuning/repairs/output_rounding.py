@@ -185,13 +185,14 @@ def _round_for_targets(
     # the patches are spread evenly over all samples; those that round get `_PATCHES` of them
     patch_count = _PATCHES * len(samples) // rounding_count
     weights_by_target: dict[str, RoundedWeights] = {name: {} for name in quantization_by_target}
-    for layer, patches_by_sample in layer_patches(
+    layers_with_patches = layer_patches(
         request.model,
         [layer for layer in layers if layer.name in rounded_layers],
         samples,
         max_patches=patch_count,
         threads=request.threads,
-    ):
+    )
+    for layer, patches_by_sample in layers_with_patches:
         # patches are [groups, K, P]; the P of several samples are joined
         held_out_patches = None
         if repair_input.held_out:
