@@ -276,28 +276,30 @@ class BudgetSearch:
 class RepairedBuilder:
     """Builds trials of a repaired model in which layers in float have their own constants."""
 
-    def __init__(self, target: Target, request: BuildRequest, repaired: BuildRequest) -> None:
+    def __init__(
+        self, target: Target, request: BuildRequest, repaired_request: BuildRequest
+    ) -> None:
         self._target = target
-        self._repaired = repaired
+        self._repaired_request = repaired_request
         self._original_by_layer = original_weights(
             request.model, find_exclusive_layers(request.model)
         )
 
     def trial(self, request: BuildRequest) -> onnx.ModelProto:
         """Return the trial model of a request's choices."""
-        model = self._target.trial(self._repaired.with_choices(request.choices))
+        model = self._target.trial(self._repaired_request.with_choices(request.choices))
         restore_weights(model, self._original_by_layer, request.choices.float_nodes)
         return model
 
     def final(self, choices: Choices) -> BuildRequest:
         """Return the request to build."""
-        if not self._repaired.is_repaired:
-            return self._repaired.with_choices(choices)
-        model = copy_message(self._repaired.model)
+        if not self._repaired_request.is_repaired:
+            return self._repaired_request.with_choices(choices)
+        model = copy_message(self._repaired_request.model)
         restore_weights(model, self._original_by_layer, choices.float_nodes)
         # its digest stays that of the model with all weights rounded
-        loaded = replace(self._repaired.subject.loaded, model=model)
-        return with_repaired_model(self._repaired.with_choices(choices), loaded)
+        loaded = replace(self._repaired_request.subject.loaded, model=model)
+        return with_repaired_model(self._repaired_request.with_choices(choices), loaded)
 
 
 def loss_of(accuracy: Accuracy) -> float:

@@ -94,8 +94,8 @@ class SplitChooser:
     def choose(self) -> Trial:
         """Return the trial to build."""
         choice = self._choose_best_trial()
-        cheapest = min(self._candidates(), key=self.search.cost)
-        if self._judged_rank(cheapest) == _GOOD_RANK:
+        cheapest_trial = min(self._candidates(), key=self.search.cost)
+        if self._judged_rank(cheapest_trial) == _GOOD_RANK:
             return choice
 
         for rank in range(len(_RANKS) - 1):
@@ -286,10 +286,11 @@ def _loses_like_a_worse_trial(trial: Trial, other_trials: Iterable[Trial], rank:
 
 def _gap_between_neighbours(points: Sequence[Trial], index: int) -> float:
     """Return how far apart the neighbours of a point of the front are."""
-    faster = points[index - 1]
-    slower = points[index + 1]
+    faster_trial = points[index - 1]
+    slower_trial = points[index + 1]
     # time and loss are both shares of the float model's, so they can be added
-    return slower.time - faster.time + faster.loss - slower.loss
+    time_gap = slower_trial.time - faster_trial.time
+    return time_gap + faster_trial.loss - slower_trial.loss
 
 
 def find_fastest(
@@ -313,13 +314,13 @@ def find_fastest(
     """
     start = 0
     end = len(splits)
-    fastest = None
+    fastest_trial = None
     while start < end and can_go_on():
         middle = (start + end) // 2
         trial = search.try_split(base, splits[middle])
         if trial is not None and is_good_enough(trial):
             end = middle
-            fastest = trial
+            fastest_trial = trial
         else:
             start = middle + 1
-    return fastest
+    return fastest_trial

@@ -43,12 +43,12 @@ def cheapest_split(
     index_by_unit = {unit: index for index, unit in enumerate(prices, start=2)}  # 0, 1: the ends
     network = _FlowNetwork(len(index_by_unit) + 2)
     unlimited = 1.0  # in the end more than all prices together, so that no cut pays it
-    for unit, (int8, float32) in prices.items():
-        least_price = min(int8, float32)  # paid on either side, so it decides nothing
+    for unit, (int8_price, float_price) in prices.items():
+        least_price = min(int8_price, float_price)  # paid on either side, so it decides nothing
         # of these two pipes the first is cut where the unit is float, the second where it is int8
-        network.add_pipe(_INT8_END, index_by_unit[unit], float32 - least_price)
-        network.add_pipe(index_by_unit[unit], _FLOAT_END, int8 - least_price)
-        unlimited += max(int8, float32)
+        network.add_pipe(_INT8_END, index_by_unit[unit], float_price - least_price)
+        network.add_pipe(index_by_unit[unit], _FLOAT_END, int8_price - least_price)
+        unlimited += max(int8_price, float_price)
     for unit, other, price in conversions:
         network.add_pipe(index_by_unit[unit], index_by_unit[other], price)
         network.add_pipe(index_by_unit[other], index_by_unit[unit], price)

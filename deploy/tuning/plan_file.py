@@ -242,8 +242,8 @@ def read_plan(path: Path) -> PlanFile:
     Raises:
         ConfigError: it cannot be read, or is not a plan.
     """
-    what = "a TOML file that calib8 wrote as a plan"
-    data = toml.read_toml(path, what=what, way_out=_BUILD_AGAIN)
+    expected_file = "a TOML file that calib8 wrote as a plan"
+    data = toml.read_toml(path, what=expected_file, way_out=_BUILD_AGAIN)
     schema = data.get("schema")
     if schema != SCHEMA:
         raise ConfigError(
@@ -251,7 +251,7 @@ def read_plan(path: Path) -> PlanFile:
             f" {schema!r}; {_BUILD_AGAIN} to have one made"
         )
     head = convert(
-        data, _Head, rule=f"{path} must be {what}", error=ConfigError, way_out=_BUILD_AGAIN
+        data, _Head, rule=f"{path} must be {expected_file}", error=ConfigError, way_out=_BUILD_AGAIN
     )
     head_keys = {"schema", *_Head.__struct_encode_fields__}
     targets = {}

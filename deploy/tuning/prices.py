@@ -274,8 +274,8 @@ class Prices:
     def total(self, in_float: frozenset[str]) -> float:
         """Return the price of the model with these units in float."""
         price = 0.0
-        for unit, (int8, float32) in self.unit_prices.items():
-            price += float32 if unit in in_float else int8
+        for unit, (int8_price, float_price) in self.unit_prices.items():
+            price += float_price if unit in in_float else int8_price
         # a tensor with several readers is converted once
         float_units = in_float.union([FLOAT_SIDE])
         converted_tensors: dict[str, None] = {}
@@ -307,8 +307,8 @@ class Prices:
         # unit -> price in int8 with its loss, price in float. The nodes in no unit are a further
         # one, `FLOAT_SIDE`, which is pinned to float and has no price
         costs = {FLOAT_SIDE: (0.0, 0.0)}
-        for unit, (int8, float32) in self.unit_prices.items():
-            costs[unit] = int8 + weight * losses.get(unit, 0.0), float32
+        for unit, (int8_price, float_price) in self.unit_prices.items():
+            costs[unit] = int8_price + weight * losses.get(unit, 0.0), float_price
 
         border_prices = []  # (unit, unit, price of converting the tensor between them)
         followers = []  # (unit, the unit with which it must be float)

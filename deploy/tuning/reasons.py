@@ -19,11 +19,11 @@ _MIN_NOISE_SHARE = 0.02  # of all noise: a layer with less is not float for its 
 _NO_NOISE_DB = 60.0  # nor is one that leaves more, whatever its share
 
 
-def float_reasons(search: Search, built: Trial) -> dict[str, str]:
+def float_reasons(search: Search, built_trial: Trial) -> dict[str, str]:
     """Return node in float -> the reason, in the model's order, for the trial that is built."""
     reasons = {}
     for unit, node_names in search.units.members.items():
-        if unit not in built.in_float:
+        if unit not in built_trial.in_float:
             continue
         if unit in search.refused:
             reason = f"it cannot be run in {search.precision}"

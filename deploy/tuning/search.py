@@ -359,9 +359,12 @@ class Search:
         return self.refused.union(self.float_adds)
 
     def predicted_front(self) -> list[frozenset[str]]:
-        """Return the splits of least price and noise, one a weight of noise, the fastest first."""
+        """Return the splits of least price + weight * loss, one for each weight, the fastest first.
+
+        Equal splits are there once. A split with all layers in float is left out.
+        """
         losses = NO_LOSSES
-        weights = _NOISE_WEIGHTS[:1]  # all weights give the same split
+        weights = _NOISE_WEIGHTS[:1]  # without losses, all weights give the same split
         if self.sensitivity is not None:
             losses = self.sensitivity.loss_by_layer()
             weights = _NOISE_WEIGHTS

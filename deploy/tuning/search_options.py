@@ -215,8 +215,9 @@ class Tuning:
 
     def for_target(self, target: Target) -> Tuning:
         """Return the options for one target: nothing is searched beyond its configuration."""
-        obeys = target.configured and self.effort is None and self.plan is None
-        return replace(self, effort=0) if obeys else self
+        if target.configured and self.effort is None and self.plan is None:
+            return replace(self, effort=0)
+        return self
 
     @property
     def weight(self) -> float:
@@ -234,7 +235,7 @@ class Tuning:
         return self.timed and self.cpu == THIS_CPU and self.prefer != "size"
 
 
-def _check_choice(what: str, value: object, choices: Sequence[object]) -> None:
+def _check_choice(option: str, value: object, choices: Sequence[object]) -> None:
     """Refuse a value of an option that is none of its choices."""
     if value not in choices:
-        raise ConfigError(f"{what} is one of {', '.join(map(str, choices))}, got {value!r}")
+        raise ConfigError(f"{option} is one of {', '.join(map(str, choices))}, got {value!r}")

@@ -88,8 +88,9 @@ def rank_by_signal(signals: Floats) -> Array:
     Samples of equal signal are in sampling order, so that they are spread over the data.
     """
     order = sampling_order(len(signals))
-    largest = signals.max(axis=0)
-    normalized_signals = (signals / np.where(largest > 0, largest, 1.0)).sum(axis=1)
+    largest_signals = signals.max(axis=0)
+    divisors = np.where(largest_signals > 0, largest_signals, 1.0)
+    normalized_signals = (signals / divisors).sum(axis=1)
     return order[np.argsort(-normalized_signals[order], kind="stable")]
 
 
@@ -160,8 +161,8 @@ def slice_powers(samples: Sequence[SliceValues]) -> Floats:
 
 def mean_powers(powers: Floats) -> Floats:
     """Return every slice's power at the mean amplitude of the samples; 0 where it is not finite."""
-    mean = sum(np.sqrt(powers)) / len(powers)
-    return np.where(np.isfinite(mean), mean * mean, 0.0)
+    mean_amplitudes = sum(np.sqrt(powers)) / len(powers)
+    return np.where(np.isfinite(mean_amplitudes), mean_amplitudes * mean_amplitudes, 0.0)
 
 
 def signal_shares(powers: Floats, usual_powers: Floats) -> Floats:
@@ -172,11 +173,13 @@ def signal_shares(powers: Floats, usual_powers: Floats) -> Floats:
     `powers`: of the slices, [samples, slices]. `usual_powers`: see `mean_powers`.
     """
     full_powers = _FULL_SIGNAL * usual_powers
-    finite = np.where(np.isfinite(powers), powers, 0.0)
-    shares = np.ones_like(finite)
-    np.divide(np.minimum(finite, full_powers), full_powers, out=shares, where=full_powers > 0)
-    mean = sum(shares) / len(shares)
-    return np.where(mean > 0, mean, 1.0)
+    finite_powers = np.where(np.isfinite(powers), powers, 0.0)
+    shares = np.ones_like(finite_powers)
+    np.divide(
+        np.minimum(finite_powers, full_powers), full_powers, out=shares, where=full_powers > 0
+    )
+    mean_shares = sum(shares) / len(shares)
+    return np.where(mean_shares > 0, mean_shares, 1.0)
 
 
 def noise_powers(

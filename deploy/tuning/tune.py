@@ -189,28 +189,35 @@ def _is_followed(options: Tuning, plan: TargetPlan, digest: str) -> bool:
 
 
 def find_plan(path: Path, options: Tuning, digest: str) -> PlanFile:
-    """Read the plan to follow: `options.plan` if set, else the one in the output folder."""
+    """Read the plan to follow: `options.plan` if set, else the one in the output folder.
+
+    The latter is left out if it is of another model, or if the user wants a new search.
+
+    `path`: of the one in the output folder. `digest`: of the model.
+    """
     if options.plan is not None:
-        plan = read_plan(options.plan)
-        if plan.model not in ("", digest):
+        plan_file = read_plan(options.plan)
+        if plan_file.model not in ("", digest):
             raise ConfigError(
                 f"a plan must be the model's, got {options.plan} of another one; build without"
                 " --plan to have one made"
             )
-        return plan
+        return plan_file
     if not options.fresh and path.exists():
-        plan = read_plan(path)
-        if plan.model == digest:
-            return plan
+        plan_file = read_plan(path)
+        if plan_file.model == digest:
+            return plan_file
     return PlanFile(model=digest)
 
 
-def store_plan(path: Path, earlier_plans: PlanFile, planned: Mapping[str, PlannedTarget]) -> Path:
+def store_plan(
+    path: Path, earlier_plans: PlanFile, planned_targets: Mapping[str, PlannedTarget]
+) -> Path:
     """Write the new plans; plans of other targets in the file stay."""
     targets = dict(earlier_plans.targets)
-    for name, target in planned.items():
-        if target.searched:
-            targets[name] = target.plan
+    for name, planned_target in planned_targets.items():
+        if planned_target.searched:
+            targets[name] = planned_target.plan
     return write_plan(path, replace(earlier_plans, targets=targets))
 
 

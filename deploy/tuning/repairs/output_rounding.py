@@ -82,13 +82,13 @@ def round_weights(
     int8_model = repair_input.target.trial(request)
     int8_layers = read_all_quantizations(int8_model, find_exclusive_layers(request.model))
     for layer, quantization in int8_layers.values():
-        rounded = rounded_by_weight.get(layer.weight)
-        if rounded is None or rounded.error_ratio == 1:  # 1: every weight is at its nearest integer
+        rounded_weight = rounded_by_weight.get(layer.weight)
+        if rounded_weight is None or rounded_weight.error_ratio == 1:  # 1: nothing has changed
             continue
         if not quantization.is_nearest:  # with this request's choices AMCT rounds it in its own way
             continue
-        arrays[layer.weight] = rounded.weight
-        error_ratios.append(rounded.error_ratio)
+        arrays[layer.weight] = rounded_weight.weight
+        error_ratios.append(rounded_weight.error_ratio)
     if not arrays:
         return None
 
@@ -400,7 +400,7 @@ def _weight_limits(weight: Float64Array) -> tuple[Float64Array, Float64Array]:
     sign of the extreme decides AMCT's scale too.
     """
     extreme = np.abs(weight).max(axis=2, keepdims=True)
-    inside = np.nextafter(extreme.astype(np.float32), np.float32(0)).astype(np.float64)
-    low = np.where(weight.min(axis=2, keepdims=True) == -extreme, extreme, inside)
-    high = np.where(weight.max(axis=2, keepdims=True) == extreme, extreme, inside)
-    return -low, high
+    below_extreme = np.nextafter(extreme.astype(np.float32), np.float32(0)).astype(np.float64)
+    low_magnitude = np.where(weight.min(axis=2, keepdims=True) == -extreme, extreme, below_extreme)
+    high_limit = np.where(weight.max(axis=2, keepdims=True) == extreme, extreme, below_extreme)
+    return -low_magnitude, high_limit
