@@ -420,7 +420,7 @@ class Search:
 
     def _method_cost(self, trial: Trial) -> float:
         """Return the cost of a trial, with the loss that its method adds on new inputs."""
-        return self.cost(trial) + self.weight * _clipping_loss(trial.choices.method)
+        return self.cost(trial) + self.weight * _clipping_loss(trial)
 
     def _predicted_cost(self, in_float: frozenset[str]) -> float:
         loss = 0.0 if self.sensitivity is None else self.sensitivity.predict(in_float).worst
@@ -440,9 +440,9 @@ class Search:
 
 def _method_loss(trial: Trial) -> float:
     """Return the mean loss of a trial's slices, which still ranks trials that lose one entirely."""
-    return trial.noise.mean + _clipping_loss(trial.choices.method)
+    return trial.noise.mean + _clipping_loss(trial)
 
 
-def _clipping_loss(method: Method | None) -> float:
-    """Return the loss that new inputs add to that of a trial with this method."""
-    return _CLIPPING_LOSS if clips(method) else 0.0
+def _clipping_loss(trial: Trial) -> float:
+    """Return the loss that new inputs add to that of a trial, by its method."""
+    return _CLIPPING_LOSS if clips(trial.choices.method) else 0.0

@@ -194,6 +194,7 @@ class GrowingComparison:
             labels: class of each image, for top-1 accuracy; None without labels.
             stores_outputs: whether to store the model's outputs on disk, in `outputs`.
         """
+        # without int8 kernels, the model stands in for an engine of another runtime
         self._session = open_single_thread(model, stand_in=not int8_kernels)
         self._evaluation_set = evaluation_set
         self._comparison = Comparison(form, labels=labels)

@@ -66,7 +66,7 @@ def plan_target(
     earlier_plans: PlanFile,
     *,
     has_fixed_method: bool,
-    rounds_weights: bool = False,
+    rounds_weights: bool,
 ) -> PlannedTarget:
     """Return the plan of a target: an existing one that fits, else the result of a search.
 
