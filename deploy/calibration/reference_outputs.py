@@ -134,14 +134,10 @@ def open_single_thread(model: Path | bytes | onnx.ModelProto, *, stand_in: bool 
 def _with_float32_quantizers(model: Path | onnx.ModelProto) -> Path | onnx.ModelProto:
     """Return a model whose QuantizeLinear nodes of float16 values compute in float32.
 
-    In these nodes, ONNX Runtime before 1.30 rounds towards zero instead of to the nearest. With a
-    newer ONNX Runtime, or without such nodes, the argument itself is returned.
+    The results are equal, and ONNX Runtime's kernel for float32 is about 20 times as fast. Before
+    1.30 the one for float16 also rounds towards zero instead of to the nearest. A model without
+    such nodes is returned itself.
     """
-    import onnxruntime
-
-    major, minor = map(int, onnxruntime.__version__.split(".")[:2])
-    if (major, minor) >= (1, 30):
-        return model
     copy = read_model(model) if isinstance(model, Path) else copy_message(model)
     float16_constants = {
         tensor.name

@@ -174,6 +174,9 @@ def _make_options(
     if spin:  # only until the run ends: after it, other sessions need the cores
         options.add_session_config_entry("session.force_spinning_stop", "1")
     else:
+        # a plan of the memory gains nothing in a few runs, and the second run, which is the first
+        # to follow it, allocates all memory anew
+        options.enable_mem_pattern = False
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     return options
 
