@@ -457,8 +457,8 @@ PROPOSALS: dict[Callable[..., Iterator[RowDecoder]], Form] = {
         source="YOLO v3 to v7",
     ),
     _propose_joined: Form(
-        shape="one output: [N, 4 + C, A], [N, A, 5 + C] or [N, A, C + 4 b] with b bins per side; or"
-        " one per stride: [N, 4 b + C, H, W]",
+        shape="one output: [N, 4 + C, A], [N, A, 5 + C] or [N, A, C + 4 b] with b logits per side;"
+        " or one per stride: [N, 4 b + C, H, W]",
         values="boxes and scores, perhaps an objectness, key points, an angle or mask coefficients",
         figure=_FIGURE,
         source="YOLO v5 to v11, YOLOX (Ge et al. 2021), RT-DETR (Zhao et al. 2023), NanoDet, YOLACT"

@@ -182,7 +182,7 @@ class Text(EvaluationTask):
 
 
 TEXT = Form(
-    shape="[N, T, C] or [T, N, C]; for pictures also [N, C, T] or [N, C, 1, T]",
+    shape="[N, T, C] or [T, N, C]; if the input is a picture also [N, C, T] or [N, C, 1, T]",
     values="at each step, scores of 11 or more symbols, the first or last of them a blank",
     figure="share of equal texts; edit distance",
     source="CTC (Graves et al. 2006)",
