@@ -155,7 +155,7 @@ def _find_outcomes(overlaps: Floats, crowds: Flags, iou: float) -> NDArray[np.in
     for index, box_overlaps in enumerate(overlaps):
         # the overlap with each object that the box may hit, and 0 with all others
         hit_overlaps = np.where(is_unmatched & (box_overlaps >= iou), box_overlaps, 0)
-        if hit_overlaps.max(initial=0) > 0:
+        if hit_overlaps.any():
             # COCOeval takes the last object of several with the same overlap
             matched_object = len(hit_overlaps) - 1 - hit_overlaps[::-1].argmax()
             is_unmatched[matched_object] = False

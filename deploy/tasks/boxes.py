@@ -187,7 +187,8 @@ def _is_list(decoder: RowDecoder, samples: FirstSamples) -> bool:
 
     is_whole = np.all(rows == rows.round(), axis=0)  # which columns are whole numbers
     if decoder.coding == "centre" and is_whole[0]:
-        return False  # the first column is the number of the image
+        # seven columns were taken for a rotated box by centre, but this is the number of the image
+        return False
     # whole numbers would be classes, and no scores
     has_scores = rows[:, 4].max() <= 1 + UNIT_TOLERANCE and not is_whole[4]
     has_classes = rows[:, 5].min() >= 0 and is_whole[5]
@@ -210,8 +211,8 @@ def _slice_list(decoder: RowDecoder, samples: FirstSamples) -> SlicesByOutput:
     slices: SlicesByOutput = dict.fromkeys(decoder.list_outputs, ())
     for name in samples.output_names:
         values = samples.arrays(name)
-        is_number = all(map(_is_number_of_boxes, values, box_counts))
-        if is_number or _has_row_per_box(values, box_counts):
+        is_box_count = all(map(_is_number_of_boxes, values, box_counts))
+        if is_box_count or _has_row_per_box(values, box_counts):
             slices[name] = ()
 
     (scores,) = decoder.scores

@@ -202,7 +202,7 @@ def suppress_overlaps(detections: Detections, iou: float = IOU) -> Detections:
         best_index = int(remaining_indices[0])
         remaining_indices = remaining_indices[1:]
         kept_indices.append(best_index)
-        best_box = detections.boxes[best_index : best_index + 1]
+        best_box = detections.boxes[[best_index]]
         ious = box_ious(best_box, detections.boxes[remaining_indices])[0]
         is_same_class = detections.classes[remaining_indices] == detections.classes[best_index]
         remaining_indices = remaining_indices[~((ious > iou) & is_same_class)]

@@ -346,7 +346,7 @@ class RowDecoder:
             scores = np.delete(scores, self.background, axis=1)
         if not self.gates:
             return scores
-        gates = read_columns(self.gates, outputs, len(scores))
+        gates = read_columns(self.gates, outputs, row_count=len(scores))
         return scores * activate(gates, self.gate_activation)
 
     def _decode(

@@ -266,14 +266,16 @@ def _has_objectness(scores: Array, layout: Layout) -> bool:
     first_mean = scores[:, 0].mean()
     best_other_mean = best_others.mean()
     if first_mean < best_other_mean:
-        # then an objectness is low in most rows, and the classes are high without an object too
+        # an objectness is low in the rows without an object, most of them; the classes are high
+        # even there
         return bool(best_other_mean > MAX_EMPTY_SCORE) and _are_mostly_empty(scores[:, 0])
 
     # only YOLO v5 and v7 have an objectness that is the highest column. Their outputs are rows;
     # YOLO v8 has transposed ones, without an objectness
     if layout != ROWS or first_mean <= MIN_QUIET_SCORE:
         return False
-    # a row with an object has a class; the rows of a frequent first class have no other class
+    # where an objectness is high, some class is high too; where a class is high, as the first of a
+    # model that has no objectness, the other classes are low
     return float(np.average(best_others, weights=scores[:, 0])) > MAX_EMPTY_SCORE
 
 
@@ -364,7 +366,8 @@ def _pair_tables(tables: Sequence[_RowTable], *, are_known_boxes: bool) -> RowDe
         return None
     # of two outputs that may be scores, one of a single column is the gate; it is sorted last
     score_table, *gate_tables = sorted(score_tables, key=lambda table: table.width == 1)
-    if [table.width for table in gate_tables] not in ([], [1]):
+    gate_widths = [table.width for table in gate_tables]
+    if gate_widths not in ([], [1]):  # two outputs of scores, or two gates
         return None
     # what is left may be key points or masks; a decoder carries one such output
     further_columns = [table.columns for table in other_tables if table not in score_tables]
@@ -422,7 +425,7 @@ def _propose_anchor_maps(
     Their columns are x y w h, an objectness (the probability of any object), and the classes. The
     objectness is proposed as a gate, which multiplies the scores of the classes.
     """
-    levels = []
+    levels = []  # each output as a decoder of its own; `find_detector` joins them
     for table in tables:
         if table.columns.layout != ANCHOR_MAP or table.width <= _BOX_WIDTH + 1:
             continue
@@ -567,34 +570,40 @@ def _find_activation(
         are_known_boxes: whether the user or the file says that the model detects boxes.
     """
     column_count = rows.shape[1]  # classes, perhaps with the background
-    has_background_column = column_count > 1 and class_count == column_count - 1
+    if column_count == 1:
+        return _Activation(missing_sigmoid(rows))
+    is_background_declared = class_count == column_count - 1
 
     # independent scores are those of a Sigmoid; a Softmax makes scores that sum to 1
     if are_in_unit_range(rows):  # probabilities already: nothing is missing
         missing_activation = ""
-        is_independent = column_count == 1 or not sums_to_one(rows).all()
+        is_independent = not sums_to_one(rows).all()
     else:
-        # if all scores of most rows are below 0, these rows have no class: a Softmax would give one
+        # all scores of most rows are below 0: by a Sigmoid these rows have no class, whereas a
+        # Softmax gives every row a class
         has_empty_rows = np.median(rows.max(axis=1)) < 0
-        is_sigmoid = column_count == 1 or class_count == column_count
-        is_independent = is_sigmoid or (has_empty_rows and not has_background_column)
+        is_sigmoid = class_count == column_count  # a Softmax would need one column more
+        is_independent = is_sigmoid or (has_empty_rows and not is_background_declared)
         missing_activation = "sigmoid" if is_independent else "softmax"
     if is_independent:
         return _Activation(missing_activation)
 
     # a Softmax needs a background for the rows without an object
     background = _find_background(rows)
-    if background is None and (are_known_boxes or has_background_column):
+    if background is None and (are_known_boxes or is_background_declared):
         background = column_count - 1  # where DETR and most others have it
     return None if background is None else _Activation(missing_activation, background)
 
 
 def _find_background(rows: Array) -> int | None:
-    """Return the class that wins nearly all rows, if it is the first or the last one; else None."""
+    """Return the class that wins nearly all rows, if it is the first or the last one; else None.
+
+    `rows`: scores of two or more classes.
+    """
     wins = np.bincount(rows.argmax(axis=1), minlength=rows.shape[1])
     winner = int(wins.argmax())
     is_clear = wins[winner] >= MIN_BACKGROUND_SHARE * len(rows)
-    if is_clear and len(wins) > 1 and winner in (0, len(wins) - 1):
+    if is_clear and winner in (0, len(wins) - 1):
         return winner
     return None
 

@@ -7,6 +7,7 @@ greedily: repeats merged, blanks dropped. If blanks only follow the last symbol 
 each step is the slot of a symbol, as in number plates, and repeats stay.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -174,11 +175,10 @@ class Text(EvaluationTask):
         steps = _read_steps(value, self.axis)
         if steps is None or steps.shape[1] != self.symbols:
             return None
-        best_symbols = steps.argmax(axis=1)
+        best_symbols = steps.argmax(axis=1).tolist()
         if self.merged:
-            differs_from_last = np.insert(best_symbols[1:] != best_symbols[:-1], 0, True)
-            best_symbols = best_symbols[differs_from_last]
-        return [int(symbol) for symbol in best_symbols if symbol != self.blank]
+            best_symbols = [symbol for symbol, _ in itertools.groupby(best_symbols)]
+        return [symbol for symbol in best_symbols if symbol != self.blank]
 
 
 TEXT = Form(
@@ -238,9 +238,9 @@ def _has_symbol_after_blank(steps: Array, blank: int) -> bool:
 
 
 def _is_blank(blank: int, tables: Arrays) -> bool:
-    """Whether a symbol is CTC's blank: it is frequent, and other symbols last few steps.
+    """Whether a symbol is CTC's blank: frequent, and any other symbol lasts only a few steps.
 
-    There are also few steps from one blank to the next.
+    From one blank to the next there are few steps, too.
 
     `tables`: scores of the symbols at each step, [T, C], of each sample.
     """
@@ -249,14 +249,14 @@ def _is_blank(blank: int, tables: Arrays) -> bool:
     symbols = np.concatenate([np.insert(sample, 0, blank) for sample in best_symbols])
     previous_symbols = symbols[:-1]
     current_symbols = symbols[1:]
-    is_symbol = current_symbols != blank
+    is_not_blank = current_symbols != blank
     # a run is the steps of one symbol, a word the steps from one blank to the next
-    run_count = int((is_symbol & (current_symbols != previous_symbols)).sum())
-    word_count = int((is_symbol & (previous_symbols == blank)).sum())
+    run_count = int((is_not_blank & (current_symbols != previous_symbols)).sum())
+    word_count = int((is_not_blank & (previous_symbols == blank)).sum())
     max_step_count = min(MAX_SYMBOL_STEPS * run_count, MAX_WORD_STEPS * word_count)
     blank_share = np.mean(np.concatenate(best_symbols) == blank)
     is_frequent = MIN_BLANK_SHARE <= blank_share < 1
-    return bool(is_frequent and is_symbol.sum() <= max_step_count)
+    return bool(is_frequent and is_not_blank.sum() <= max_step_count)
 
 
 def _are_symbol_scores(steps: Array) -> bool:
