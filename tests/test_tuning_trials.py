@@ -25,7 +25,7 @@ from deploy.runtimes.ort import BoundSession, OrtSession
 from deploy.targets import TARGETS
 from deploy.targets.base import BuildRequest
 from deploy.targets.onnxruntime.target import OnnxRuntime
-from deploy.tasks.slices import form_samples
+from deploy.tasks.slices import count_form_samples
 from deploy.tuning import probe, search_samples, slice_signals
 from deploy.tuning.plan_file import read_plan
 from deploy.tuning.reasons import BETWEEN, float_reasons
@@ -246,8 +246,8 @@ def test_large_samples_reduce_the_count(values, enough):
 def test_form_samples_follow_size_and_memory(side, numbers, count):
     pictures = np.broadcast_to(np.float32(0), (1, 3, side, side))
     rows, flag = {"y": np.zeros((1, numbers))}, {"z": np.zeros((1, 1))}
-    assert form_samples({"x": pictures}, rows) == count
-    with_flag = form_samples({"x": pictures}, {**rows, **flag})
+    assert count_form_samples({"x": pictures}, rows) == count
+    with_flag = count_form_samples({"x": pictures}, {**rows, **flag})
     assert with_flag == max(count, 32 if side == 8 else count)  # one value beside many
 
 

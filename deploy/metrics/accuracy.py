@@ -126,13 +126,14 @@ class Comparison:
         else:
             class_labels = labels
         self._metric_tally = form.metric.tally(class_labels)
-        # top-1 is counted with labels, unless the user's metric is to use them, or if one output of
-        # classes is all that the model says
+        # a user's metric uses the labels in place of top-1
         top1_labels = class_labels if self._metric_tally is None else None
         self._top1: Top1 | None = None
         class_outputs = form.task.outputs if isinstance(form.task, Classes) else ()
-        has_one_output = len(class_outputs) == 1 and not form.uncovered
-        if top1_labels is not None or has_one_output:
+        # without labels, top-1 is the agreement of both models: only where classes in one output
+        # are all that the model says
+        is_only_classes = len(class_outputs) == 1 and not form.uncovered
+        if top1_labels is not None or is_only_classes:
             self._top1 = Top1(top1_labels, next(iter(class_outputs), None))
 
     def add(
@@ -255,8 +256,8 @@ class Comparison:
                     cosine_mean=figures.cosine_mean,
                     cosine_min=figures.cosine_min,
                     max_abs_error=figures.max_abs_error,
-                    # a slice with `less` is rated by other limits. Values that scores weight are
-                    # rated by the usual ones, so `less` stays empty
+                    # a slice with `less` has limits of its own in `levels`. Values that scores
+                    # weight have those of any other slice, though their mean was subtracted
                     less="" if part.cell_scores else part.subtracted,
                 )
             )
@@ -278,7 +279,7 @@ def _find_box_decoder(form: OutputForm) -> RowDecoder:
     return form.task.decoder
 
 
-def _check_outputs(names: Sequence[str], candidate: Outputs) -> None:
+def _check_outputs(names: list[str], candidate: Outputs) -> None:
     """Refuse an engine that lacks some of the float model's outputs.
 
     Raises:
@@ -286,7 +287,7 @@ def _check_outputs(names: Sequence[str], candidate: Outputs) -> None:
     """
     if not names or not candidate.keys() >= {*names}:
         raise ConfigError(
-            f"both models must have the same outputs, got {[*names]} and {sorted(candidate)};"
+            f"both models must have the same outputs, got {names} and {sorted(candidate)};"
             " compare an engine with the model it was built from"
         )
 

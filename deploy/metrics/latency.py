@@ -423,8 +423,8 @@ def _run_rounds(
         feeds: inputs, used in turn.
         seconds: least duration of all rounds.
         rounds: least number of rounds.
-        earliest_end_s: from this many seconds on the rounds end as soon as longer measuring would
-            hardly change the speed-ups.
+        earliest_end_s: from this many seconds on the rounds may end sooner than `seconds` and
+            `rounds` say: once longer measuring would hardly change the speed-ups.
 
     Returns:
         label -> the session with its times.

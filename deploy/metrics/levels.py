@@ -71,7 +71,7 @@ def measure_loss(accuracy: Accuracy, max_loss: float | None) -> TaskLoss | None:
     `max_loss`: loss up to which an engine is good, and above which it is unusable. None uses the
     limits of this file.
     """
-    task = accuracy.task  # agreement on the task, or the user's metric, which replaces it
+    task = accuracy.task  # agreement on the task; a user's metric stands here in its place
     precision = accuracy.precision
     is_user_metric = task is not None and task.task == "metric"
     if accuracy.top1_reference is not None and accuracy.top1_candidate is not None:
@@ -85,6 +85,7 @@ def measure_loss(accuracy: Accuracy, max_loss: float | None) -> TaskLoss | None:
         loss = _rate_loss(task.lost, max_loss, _TASK_LIMITS, task.text)
         has_many_new = max_loss is None and task.new > _MAX_NEW_SHARE * task.counted
         if loss.level == GOOD and has_many_new:
+            # not sure: on more samples the share of new boxes may fall below the limit
             loss = replace(loss, level=DOUBTFUL, sure=False)
         return replace(loss, found=task.found)
     if max_loss is not None:
@@ -160,7 +161,8 @@ def judge_accuracy(accuracy: Accuracy, max_loss: float | None) -> LevelReasons:
     else:
         yield loss.level, f"{loss.words}, {_limit_text(loss, max_loss)}"
 
-    # an output that the task does not cover is judged as without a task
+    # no task judges an output that it does not cover, nor does the user's limit of its loss: only
+    # the SQNR does
     uncovered_outputs = () if accuracy.task is None else accuracy.task.beside
     uncovered_figures = (
         figures for figures in accuracy.parts if figures.output in uncovered_outputs
@@ -192,7 +194,7 @@ def _rate_slice(worst: SliceAccuracy, *, has_task: bool, has_limit: bool) -> tup
         has_task: whether a task or labels judge the engine too.
         has_limit: whether the user set a limit.
     """
-    subtracted = worst.less  # an input, `SAMPLE_MEAN`, or "" for nothing
+    subtracted = worst.less  # name of an input, or `SAMPLE_MEAN`; "" for nothing
     # the task or the user's limit judges the engine already, so the SQNR only has to exceed 0 dB
     if has_task or (subtracted and has_limit):
         limits = _TASK_SLICE_LIMITS
@@ -201,6 +203,7 @@ def _rate_slice(worst: SliceAccuracy, *, has_task: bool, has_limit: bool) -> tup
     else:
         limits = _SLICE_LIMITS
     sqnr = "exact" if worst.sqnr_db == math.inf else f"{worst.sqnr_db:.1f} dB"
+    # the limits are of minus the SQNR, which rises with the error as a loss does
     return _level(-worst.sqnr_db, limits), f"{sqnr} (worst: {worst.label})"
 
 
@@ -264,8 +267,10 @@ def _doubt_top1(accuracy: Accuracy, top1: float, classes: int) -> LevelReasons:
     """
     shift = accuracy.label_shift or 0.0
     chance = 1 / classes
-    spread = 3 * math.sqrt(chance * (1 - chance) / accuracy.samples)
-    is_spread_narrow = spread <= (1 - chance) / 2  # else the samples are too few to tell
+    # how far guessing may exceed chance: three standard deviations
+    chance_margin = 3 * math.sqrt(chance * (1 - chance) / accuracy.samples)
+    # with too few samples even a good model would hardly exceed chance by so much
+    has_enough_samples = chance_margin <= (1 - chance) / 2
     wrong_text = f"{FLOAT_MODEL} is mostly wrong: top-1 {100 * top1:.2f} %"
     if abs(shift) > _MIN_TOP1:
         side = "above" if shift > 0 else "below"
@@ -274,7 +279,7 @@ def _doubt_top1(accuracy: Accuracy, top1: float, classes: int) -> LevelReasons:
             f"{wrong_text}, but {100 * abs(shift):.0f} % of the labels are the class {side};"
             f" {SHIFT_LABELS}",
         )
-    elif is_spread_narrow and top1 <= chance + spread:
+    elif has_enough_samples and top1 <= chance + chance_margin:
         yield (
             UNUSABLE,
             f"{FLOAT_MODEL} is no better than chance: top-1 {100 * top1:.2f} %, and"

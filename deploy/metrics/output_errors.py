@@ -106,7 +106,8 @@ class RunningError:
     def add(self, reference: Array, candidate: Array) -> None:
         """Add a sample to the sums.
 
-        A sample of two shapes, without values, or with NaN or Inf is not summed, but counted.
+        A sample of two shapes, without values, or with NaN or Inf is not summed; it is only counted
+        in `other_shape`, `empty` or `not_finite`.
         """
         if reference.shape != candidate.shape:
             self.other_shape += 1
@@ -118,10 +119,11 @@ class RunningError:
         candidate = candidate.reshape(-1)
         sample_sums, max_error = _pair_sums(reference, candidate)
         if not np.isfinite(sample_sums).all():
-            has_nonfinite = [not np.isfinite(values).all() for values in (reference, candidate)]
-            if any(has_nonfinite):
-                self.not_finite[0] += has_nonfinite[0]
-                self.not_finite[1] += has_nonfinite[1]
+            is_reference_finite = np.isfinite(reference).all()
+            is_candidate_finite = np.isfinite(candidate).all()
+            self.not_finite[0] += not is_reference_finite
+            self.not_finite[1] += not is_candidate_finite
+            if not is_reference_finite or not is_candidate_finite:
                 return
             # else only squares of values overflow, so it is summed: figures become Inf or NaN
         self.sums += sample_sums
@@ -352,7 +354,7 @@ def find_usual_values(samples: Arrays) -> Array | None:
 
     They vary little if the mean's squares are most of the sum of all squares, the signal. Then even
     a model that always gives the mean would have a good SQNR, so the caller measures the deviation
-    from the mean. A single sample does not deviate from its mean, so it has none either.
+    from the mean. None for a single sample too: it does not deviate from its own mean.
     """
     shape = samples[0].shape
     if any(value.shape != shape or not is_floating(value) for value in samples):
@@ -360,7 +362,7 @@ def find_usual_values(samples: Arrays) -> Array | None:
     values = np.stack(samples)
     if are_in_unit_range(values) and not are_undecided(values).all():
         return None  # probabilities near 0 or 1 vary little too, but their value counts
-    return find_large_mean(values, np.ones(values.shape))
+    return find_large_mean(values, weights=np.ones_like(values))
 
 
 def find_large_mean(values: Array, weights: Array) -> Array | None:

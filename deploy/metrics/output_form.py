@@ -8,7 +8,7 @@ measured by what they say::
     what varies                  y - its mean, of a few numbers that deviate little from it
     what a gate says             y weighted by score, of values beside scores
 
-The form is derived from the float model's first samples (`form_samples`), and holds for
+The form is derived from the float model's first samples (`count_form_samples`), and holds for
 every candidate: the figures must not depend on the candidate's values.
 """
 
@@ -38,8 +38,8 @@ from deploy.tasks.rows import (
 )
 from deploy.tasks.slices import (
     OutputSlice,
+    count_form_samples,
     find_cell_scores,
-    form_samples,
     split_output,
 )
 from deploy.tensors import Array
@@ -115,7 +115,7 @@ def derive_form(
     reference_outputs = [drop_text(outputs) for outputs in reference_outputs]
     samples = _split_samples(reference_outputs, inputs, metric.declared)
     # the size of the arrays decides how many samples show the task and the slices
-    count = form_samples(samples.inputs[0], samples.outputs[0])
+    count = count_form_samples(samples.inputs[0], samples.outputs[0])
     first_samples = replace(samples, inputs=samples.inputs[:count], outputs=samples.outputs[:count])
     task, declared_by = recognise_task(first_samples, metric.task)
     # outputs that the figure of the task says nothing of
@@ -174,7 +174,7 @@ def count_form_batches(inputs: Outputs, outputs: Outputs, metric: Metric) -> int
     """Return how many batches show the form of outputs, by the arrays of the first batch."""
     batch = batch_length(inputs, metric.declared.batch_inputs)
     first_sample = next(split_batches(batch, inputs, drop_text(outputs)))
-    return math.ceil(form_samples(*first_sample) / batch)
+    return math.ceil(count_form_samples(*first_sample) / batch)
 
 
 def _choose_slices(
@@ -195,12 +195,13 @@ def _choose_slices(
         samples: all samples, whose means are taken.
     """
     slices_by_output = {}
-    value_slices = []  # without those of a change of an input (`subtracted`): no scores weight it
+    # slices that scores may weight: not the change of an input, which has it in `subtracted`
+    weighable_slices = []
     for name in first_samples.output_names:
         slices_by_output[name] = _slice_output(name, task, first_samples)
-        value_slices += [part for part in slices_by_output[name] if not part.subtracted]
+        weighable_slices += [part for part in slices_by_output[name] if not part.subtracted]
     # slice -> the slice of its scores: where these are low (a hidden landmark) no error counts
-    scores = find_cell_scores(value_slices, first_samples)
+    scores = find_cell_scores(weighable_slices, first_samples)
 
     mean_by_slice: dict[OutputSlice, Array | None] = {}
     for name, output_slices in slices_by_output.items():
@@ -229,11 +230,12 @@ def _choose_means(
             begin with similar ones, whose mean is not that of all.
         scores: slice -> the slice of its scores, which say in which cells it counts.
     """
-    weighted_slices = [replace(part, cell_scores=scores.get(part)) for part in slices]
+    # each with the slice of its scores; None without
+    slices_with_scores = [replace(part, cell_scores=scores.get(part)) for part in slices]
     # if any slice of the output is weighted, the other slices get no mean
-    has_weighted = any(part.cell_scores for part in weighted_slices)
+    has_weighted = any(part.cell_scores for part in slices_with_scores)
     mean_by_slice = {}
-    for part in weighted_slices:
+    for part in slices_with_scores:
         mean = None
         if part.cell_scores is not None or (is_uncovered and not has_weighted):
             mean = _find_mean(part, samples)

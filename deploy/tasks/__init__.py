@@ -171,10 +171,10 @@ def _recognise(samples: FirstSamples, rows: Sequence[TaskRow]) -> EvaluationTask
     """
     embeddings = vectors.find_embeddings_beside(samples)
     best_classes = frozenset(samples.declared.best_classes)
-    # what each attempt leaves out; equal attempts are made once
-    dropped_outputs = (best_classes | embeddings, best_classes, frozenset[str]())
-    for dropped_names in dict.fromkeys(dropped_outputs):
-        remaining_samples = first_samples.drop_outputs(samples, dropped_names)
+    # one set of outputs to leave out for each attempt; equal attempts are made once
+    attempts = (best_classes | embeddings, best_classes, frozenset[str]())
+    for dropped_outputs in dict.fromkeys(attempts):
+        remaining_samples = first_samples.drop_outputs(samples, dropped_outputs)
         for row in rows:
             for find_task in row.finders:
                 task = find_task(remaining_samples)

@@ -92,14 +92,15 @@ class Points(PointTask):
             candidate: the candidate's, of the same shapes.
         """
         point_width = self.outputs[name]
-        positions = _to_rows(reference[name], point_width)[:, :2]
+        reference_positions = _to_rows(reference[name], point_width)[:, :2]
         candidate_positions = _to_rows(candidate[name], point_width)[:, :2]
-        distances = np.linalg.norm(positions - candidate_positions, axis=1)
+        distances = np.linalg.norm(reference_positions - candidate_positions, axis=1)
         # the extent of the object: of the points that FP32 sees or, if these are too few to show
         # it, of all points
+        object_positions = reference_positions
         if is_present.sum() >= MIN_COUNT:
-            positions = positions[is_present]
-        extent = np.ptp(positions, axis=0).max()
+            object_positions = reference_positions[is_present]
+        extent = np.ptp(object_positions, axis=0).max()
         is_near = distances <= MAX_POINT_DISTANCE * extent
         # half of the limit: a point at the limit itself may fall below it by int8's noise
         is_visible = self._confidences(name, candidate) > MIN_VISIBLE / 2

@@ -194,10 +194,10 @@ def _are_class_scores(maps: Arrays, inputs: Sequence[Outputs], *, fits_picture: 
     """
     if not 2 <= maps[0].shape[1] <= _MAX_CLASSES:
         return False
-    are_in_unit_range = all(are_probabilities(value, 1) for value in maps)
-    if (fits_picture or not are_in_unit_range) and not _fit_pictures(maps, inputs, MAX_CLASS_SCALE):
+    are_shares = all(are_probabilities(value, 1) for value in maps)
+    if (fits_picture or not are_shares) and not _fit_pictures(maps, inputs, MAX_CLASS_SCALE):
         return False
-    return are_in_unit_range or (all(map(_are_logits, maps)) and _have_several_classes(maps))
+    return are_shares or (all(map(_are_logits, maps)) and _have_several_classes(maps))
 
 
 def _have_several_classes(maps: Arrays) -> bool:

@@ -39,7 +39,7 @@ _MAX_SAMPLE_VALUES = 1 << 26  # values of the first samples together, 256 MiB of
 _MAX_ROWS = 1024  # of an output that is split
 
 
-def form_samples(inputs: Outputs, outputs: Outputs) -> int:
+def count_form_samples(inputs: Outputs, outputs: Outputs) -> int:
     """Return from how many samples the form of outputs is derived, by the arrays of one sample.
 
     Outputs of few values need more samples, and so does a single value beside larger outputs: few

@@ -46,7 +46,7 @@ class Top1:
         self.shifts = Counter[int]()
         self.output_name = output_name
         self.score_count: int | None = None  # scores of a sample; None for class numbers
-        self.class_counts = Counter[int]()  # class -> samples that the reference gives to it
+        self.samples_by_class = Counter[int]()  # class -> samples that the reference gives to it
 
     def add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
         """Add the outputs of one sample; a candidate's output of another shape has no class.
@@ -59,17 +59,17 @@ class Top1:
             self.output_name = _choose_output(reference)
         output = reference[self.output_name]  # scores of classes, or class numbers
         reference_class, candidate_class = read_classes(output, candidate[self.output_name])
-        self.score_count = None if _holds_numbers(output) else output.size
+        self.score_count = None if _holds_class_numbers(output) else output.size
         if reference_class is not None:
-            self.class_counts[reference_class] += 1
+            self.samples_by_class[reference_class] += 1
             self.equal += int(reference_class == candidate_class)
         if self.labels is None:
             return
         label = self._read_label(self.labels)
         self.reference_hits += int(label == reference_class)
         self.candidate_hits += int(label == candidate_class)
-        # hits if the labels were numbered one higher or lower: from 1, or with a background class;
-        # the last class and the first are neighbours, too
+        # 1: a hit if the label is lowered by one, as labels from 1 need it; -1: if it is raised, as
+        # for a model with a background class 0. The last class and the first are neighbours, too
         for shift in (1, -1):
             shifted_label = (label - shift) % self._class_limit
             self.shifts[shift] += int(shifted_label == reference_class)
@@ -101,7 +101,7 @@ class Top1:
             FeedError: there are more or fewer labels than samples.
         """
         # samples of the class that the reference gives to most
-        favourite_count = max(self.class_counts.values(), default=0)
+        favourite_count = max(self.samples_by_class.values(), default=0)
         figures: dict[str, Any] = {
             "top1_agreement": self.equal / self.samples,
             "classes": self.score_count,
@@ -118,9 +118,9 @@ class Top1:
         # labels may be the class above the float model's (1) or the class below it (-1). The share
         # of the more frequent case is reported, with the sign of the case
         shift = 1 if self.shifts[1] >= self.shifts[-1] else -1
-        # class numbers do not show how many classes there are: two at least, and none above the
-        # highest number
-        highest_class = max(*self.class_counts, *self.labels, 1)
+        # class numbers do not show how many classes there are: two at least, and up to the highest
+        # number that the reference (a key here) or the labels have
+        highest_class = max(*self.samples_by_class, *self.labels, 1)
         return figures | {
             "top1_reference": self.reference_hits / self.samples,
             "top1_candidate": self.candidate_hits / self.samples,
@@ -139,7 +139,7 @@ def _choose_output(outputs: Outputs) -> str:
     class_outputs = [
         name for name, value in outputs.items() if value.shape[:1] == (1,) and _holds_classes(value)
     ]
-    class_number_outputs = [name for name in class_outputs if _holds_numbers(outputs[name])]
+    class_number_outputs = [name for name in class_outputs if _holds_class_numbers(outputs[name])]
     if len(class_number_outputs) == 1:
         return class_number_outputs[0]
     if class_outputs:
@@ -151,7 +151,7 @@ def _choose_output(outputs: Outputs) -> str:
     )
 
 
-def _holds_numbers(value: Array) -> bool:
+def _holds_class_numbers(value: Array) -> bool:
     """Whether an output of classes holds their numbers, and not their scores."""
     return is_index_type(value) or (value.dtype.kind in "iu" and value.size == 1)
 
@@ -161,7 +161,7 @@ def _holds_classes(value: Array) -> bool:
     if not value.size or not is_vector(value):
         return False
     has_scores = value.size > 1 and value.dtype.kind in "fiu"  # no single number, no flags
-    return has_scores or _holds_numbers(value)
+    return has_scores or _holds_class_numbers(value)
 
 
 def read_classes(reference: Array, candidate: Array) -> tuple[int | None, int | None]:
@@ -179,6 +179,6 @@ def _read_class(value: Array) -> int | None:
     """Return the best class of a sample's scores, or the first of its class numbers, if any."""
     if not _holds_classes(value) or not np.isfinite(value).all():
         return None
-    if _holds_numbers(value):
+    if _holds_class_numbers(value):
         return int(value.reshape(-1)[0])
     return int(value.argmax())

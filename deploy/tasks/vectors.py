@@ -239,8 +239,8 @@ def find_classes(samples: FirstSamples) -> Classes | None:
     # the outputs of classes: those of probabilities or, if there are none, of raw scores
     names = [name for name, rows in candidates.items() if are_probabilities_or_logs(rows)]
     has_probabilities = bool(names)
-    # independent probabilities beside raw scores are labels: `find_labels`, a later task, takes
-    # these outputs
+    # if any output is labels (independent probabilities), raw scores beside it are no classes: the
+    # model is left to `find_labels`, which is tried later
     if not names and find_labels(samples) is None:
         for name, rows in candidates.items():
             # exporters call raw scores of classes "logits"
@@ -266,10 +266,10 @@ def are_raw_scores(rows: Floats, *, is_single: bool) -> bool:
     """
     if rows.shape[1] >= MIN_EMBEDDING_SIZE:
         return bool(_stand_out(rows).all()) and not all(map(has_unit_length, rows))
-    # columns of different units, such as a position and a rotation, are split; each vector is taken
-    # as one sample's output [1, C], whose name does not matter
-    has_several_units = len(split_output("", [*rows[:, None]])) > 1
-    if has_several_units or not _are_scores_of_few(rows):
+    values = [*rows[:, None]]  # each vector as the output of one sample, [1, C]
+    # columns of different units, such as a position and a rotation, are several slices
+    slices = split_output("", values)  # the name of the output only labels them
+    if len(slices) > 1 or not _are_scores_of_few(rows):
         return False
     confidence = activate(rows, "softmax").max(axis=1).mean()
     return is_single or (confidence > 0.5)
