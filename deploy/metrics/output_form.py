@@ -134,6 +134,7 @@ def derive_form(
         task=task,
         means={part: mean for part, mean in mean_by_slice.items() if mean is not None},
         uncovered=uncovered,
+        # outputs whose number or order of rows may differ between two models
         lists=frozenset() if task is None else _find_lists(task, first_samples),
         reason=_describe_task(task, declared_by),
     )

@@ -208,6 +208,7 @@ def _slice_list(decoder: RowDecoder, samples: FirstSamples) -> SlicesByOutput:
     for each box, such as masks, and the number of boxes.
     """
     box_counts = [len(decoder.read_list(outputs)) for outputs in samples.outputs]
+    # (): no slice is compared; the scores get theirs at the end
     slices: SlicesByOutput = dict.fromkeys(decoder.list_outputs, ())
     for name in samples.output_names:
         values = samples.arrays(name)

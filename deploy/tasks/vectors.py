@@ -237,22 +237,25 @@ def find_classes(samples: FirstSamples) -> Classes | None:
         candidates[name] = rows
 
     # the outputs of classes: those of probabilities or, if there are none, of raw scores
-    names = [name for name, rows in candidates.items() if are_probabilities_or_logs(rows)]
-    has_probabilities = bool(names)
+    class_outputs = [
+        name for name, rows in candidates.items() if are_probabilities_or_logs(rows)
+    ]
+    has_probabilities = bool(class_outputs)
     # if any output is labels (independent probabilities), raw scores beside it are no classes: the
     # model is left to `find_labels`, which is tried later
-    if not names and find_labels(samples) is None:
+    if not class_outputs and find_labels(samples) is None:
         for name, rows in candidates.items():
             # exporters call raw scores of classes "logits"
             if name == "logits" or are_raw_scores(rows, is_single=len(samples.names) == 1):
-                names.append(name)
-    if not names:
+                class_outputs.append(name)
+    if not class_outputs:
         return None
-    if len(names) < len(samples.names):
+    if len(class_outputs) < len(samples.names):
         has_only_vectors = len(vectors) == len(samples.names)
         if not (has_probabilities and samples.has_pictures and has_only_vectors):
             return None
-    return Classes(tuple(names), tuple(candidates[name].shape[1] for name in names))
+    class_counts = tuple(candidates[name].shape[1] for name in class_outputs)
+    return Classes(tuple(class_outputs), class_counts)
 
 
 def are_raw_scores(rows: Floats, *, is_single: bool) -> bool:
