@@ -237,9 +237,7 @@ def find_classes(samples: FirstSamples) -> Classes | None:
         candidates[name] = rows
 
     # the outputs of classes: those of probabilities or, if there are none, of raw scores
-    class_outputs = [
-        name for name, rows in candidates.items() if are_probabilities_or_logs(rows)
-    ]
+    class_outputs = [name for name, rows in candidates.items() if are_probabilities_or_logs(rows)]
     has_probabilities = bool(class_outputs)
     # if any output is labels (independent probabilities), raw scores beside it are no classes: the
     # model is left to `find_labels`, which is tried later
