@@ -110,13 +110,14 @@ def _divergences(counts: Float64Array) -> Float64Array:
     kept_bin_terms = prefix_sums(_xlogx(counts))[bin_counts]
     p_terms = kept_bin_terms - _xlogx(last_count) + _xlogx(last_count + outliers)
 
-    # sum p ln(s / n): a level is a run of bins. Many levels are the same run, so the term s ln(s /
-    # n) is computed once for each run of 1 to 16 bins, and looked up for each level
+    # sum p ln(s / n): a level is a run of 1 to 16 bins. The term s ln(s / n) is computed once for
+    # each possible run, since a run is a level for many numbers of kept bins; then the term of each
+    # level is looked up, by the index of its run
     run_terms = _run_terms(counts_before, occupied_before)
     level_terms = np.take(run_terms, _run_indices()).sum(axis=1)  # [1921, 128] -> [1921]
 
     # outliers * ln(mean of the last level)
-    last_level_start = _level_starts()[:, LEVELS - 1]
+    last_level_start = _level_starts()[:, LEVELS - 1]  # its first bin
     occupied_in_last = occupied_before[bin_counts] - occupied_before[last_level_start]
     last_level_sum = kept_sums - counts_before[last_level_start]
     last_mean = last_level_sum / np.maximum(occupied_in_last, 1)

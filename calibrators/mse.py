@@ -232,8 +232,9 @@ class _Bins:
         fits_float32 = self.grid.kind == "integer" and self.grid.bits <= _MAX_FLOAT32_BITS
         if not fits_float32:
             return all_indices
+        # an error sums |x - rounded x| ** power, of which float32 loses more if the power is higher
         tolerance = 1 + _FLOAT32_TOLERANCE * self.power
-        # of the first ranges; it leaves out the last ones, if they clip too much for the tolerance
+        # may be shorter than `lows`: ranges at the end that clip too much to be best have no error
         errors = self._float32_errors(lows, highs, tolerance)
         min_error = errors.min()
         if min_error < _MIN_FLOAT32_ERROR:  # high powers of small errors lose precision

@@ -62,11 +62,13 @@ def percentile(histogram: Histogram, *, percent: float) -> Scale:
     amax = position * bin_width
     minimum = histogram.minimum
     maximum = histogram.maximum
-    # an end on the other side of 0 stays as it is: `minimum` from 0 on, `maximum` up to 0
+    # `lo` clips negative values only: if there are none, it is the minimum. `hi` is the same for
+    # positive values and the maximum
     lo = max(minimum, min(_signed_quantile(histogram, 1 - share), 0.0))
     hi = min(maximum, max(_signed_quantile(histogram, share), 0.0))
     return Scale(
-        # values of one sign: a quantile, exact to a bin, may lie outside the observed range
+        # a quantile is exact to a bin only: that of negative values may be above the maximum, that
+        # of positive ones below the minimum
         lo=min(lo, maximum),
         hi=max(hi, minimum),
         amax=min(amax, histogram.amax),

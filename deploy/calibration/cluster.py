@@ -425,7 +425,7 @@ class ClusterRun:
             return True
         self._last_poll = now
         threads_by_worker = call_with_timeout(ANSWER_S, self._client.nthreads)
-        for address in set(self._threads_by_worker) - set(threads_by_worker):
+        for address in self._threads_by_worker.keys() - threads_by_worker:
             self.lost_workers.append(address)
             say_progress(f"the worker {address} is lost; what it did is done elsewhere")
         self._threads_by_worker = threads_by_worker

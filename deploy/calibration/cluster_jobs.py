@@ -197,8 +197,10 @@ def _make_sendable(
     `variant.make`, which makes the form, may be a function that cannot be sent. It is replaced by
     one that opens the model's file on the worker, or by one that holds the form itself.
     """
-    model_path = ""  # if empty, the forms are sent
-    if cluster.send not in ("model", "all"):  # workers open the file, if it gives them the same
+    # the file of the model, if the workers can open it and get the same model. Else "": the forms
+    # of the model are sent, as the user may demand by `send` ("all" is model and images)
+    model_path = ""
+    if cluster.send not in ("model", "all"):
         model_path = _shared_model_path(subject, observations)
     sendable_observations: list[Observation] = []
     for variant, variant_observations in group_by_variant(observations).items():

@@ -171,7 +171,8 @@ class _PassState:
         Returns:
             Values of order-dependent statistics, which wait until earlier samples are recorded.
         """
-        # samples use the slices, sets of recorders, in turn; an odd slice for one half of them
+        # a slice is a set of recorders; samples use the slices in turn. If the samples have two
+        # halves to compare, one half uses the slices of odd index, the other those of even index
         turn = alternate_halves(number) if self._has_halves else number
         recorders_by_variant = self._variant_recorders[turn % self._slice_count]
         peaks = self._worker_peaks[worker]
@@ -460,8 +461,8 @@ def schedule_observations(
         if observation.lead is not None:  # which fixes the range of its histogram
             prerequisites.append(observation.lead)
     preliminary = observed.missing(with_needs(prerequisites, observed))
-    # each of these records a number of samples, from the first on; only statistics of the entire
-    # pass have None
+    # `samples`: how many of the first samples a statistic records. Preliminary statistics have a
+    # number; a statistic of the entire pass would have None
     first_sample_counts = [observation.statistic.samples or 0 for observation in preliminary]
     return ObservationSchedule(
         missing=missing_observations,
@@ -502,9 +503,9 @@ def _observe_preliminary(
                 for observation in remaining
                 if not all_statistics.missing(observation.variant.needs)
             ]
-            # statistics that do not depend on the order of the samples would be recorded in parts,
-            # one for each thread, and merged in the end. The only one that is preliminary, the
-            # largest |x|, cannot be merged, so one thread records it
+            # threads record a statistic that is independent of the order of the samples in parts,
+            # which are merged in the end. Of the first samples, the largest |x| is such a statistic
+            # but its parts cannot be merged, so one thread records it
             are_all_ordered = all(observation.statistic.ordered for observation in ready)
             usable_threads = threads if are_all_ordered else 1
             new_statistics = observe(

@@ -107,7 +107,7 @@ def read_foreign_ranges(
                 observed_max=amax,
                 method=f"cache-{cache.header.algorithm}",
             )
-    if not scales.keys() & set(tensors):
+    if scales.keys().isdisjoint(tensors):
         raise CacheError(
             f"a trusted cache must know the model's tensors, {path} has a usable scale for none of"
             f" the {len(tensors)} wanted (such as {', '.join(tensors[:2])}); it is another model's"

@@ -443,10 +443,10 @@ def _add_stored(
     A key of an observation is (variant of the model, tensor, statistic).
 
     Returns:
-        The calibration, with those stored histograms in which the method can search ranges: the
+        The calibration, with the stored histograms that the method searches for ranges, since the
         text of the cache has the ranges of their tensors too. And key -> arrays of the stored
-        observations that stay in the cache (`_select_retained`) and are in the calibration neither
-        as stored nor as new ones; they are copied without being parsed.
+        observations that are not in this calibration but stay in the cache (`_select_retained`);
+        they are copied without being parsed.
     """
     keys = list(stored.keys)
     if stored.fingerprint.order != calibration.fingerprint.order:

@@ -103,7 +103,8 @@ class Annotations:
         paths_by_file = _group_by_end([*self.pictures, *self.repeated_paths], max_parts=1)
         pictures = {}
         for file_name, images in images_by_file.items():
-            # image -> (images, paths of annotations) that end alike: one of each if it is certain
+            # image -> (images, itself included, and paths of annotations) that share an end. The
+            # match is certain if there is one of each
             matches = _match_paths(images, paths_by_file.get(file_name, []))
             for image in filter(chosen_images.__contains__, matches):
                 similar_images, paths = matches[image]
@@ -135,6 +136,7 @@ class Annotations:
         return objects
 
     def _key(self, name: str) -> str:
+        """Return the path of an image as `pictures` has it."""
         path = _normalize(name)
         return os.path.splitext(path)[0] if self.are_label_files else path
 
@@ -380,8 +382,8 @@ def _read_label_files(
     """Return the objects of label files, one file a picture, by paths without suffix.
 
     Args:
-        picture_path_by_file: label file -> the path by which its picture is found: that of the
-            image, or of the label file itself in the folder of labels.
+        picture_path_by_file: label file -> path that tells its picture. It is the path of the image
+            or, where label files lie in a folder of their own, that of the label file in it.
         read_file: label file -> objects.
     """
     pictures: dict[str, Objects] = {}

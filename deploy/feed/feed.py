@@ -368,8 +368,9 @@ class _SourceOpener:
         arrays = open_array_files(files.file_list, specs, files.name, skip_bad=skip_bad)
         first_file = files.file_list[0]
         is_only_file = files.folder is None and len(files.file_list) == 1
-        # samples of a single file are named by their number in it, as the C++ library does. Not if
-        # a list has the file: with a label, or missing, which `skip_bad` counts as one sample
+        # samples of a single file are named by their number in it, as the C++ library does. A file
+        # with a label comes from a list, and is named as there; so is a missing one, which is here
+        # only with `skip_bad`
         if is_only_file and first_file.label is None and first_file.path.exists():
             file_name = printable_name(first_file.path.name)
             arrays = replace(arrays, name=file_name, item_names=())
@@ -407,7 +408,8 @@ class _SourceOpener:
 
         Args:
             source: all samples.
-            preprocessing: the preprocessing of images; None for arrays.
+            preprocessing: the preprocessing of images, and its origin: who chose it, for messages.
+                None for arrays.
             kind: of the samples, as manifests store it: "arrays", "images" or "pictures in memory".
             notes: on the source.
             default_every: default step N of "every N-th sample".

@@ -341,7 +341,7 @@ class ChosenSamples:
     def keep_first(self, count: int) -> None:
         """Drop all but the first `count` samples, and restore the order of the source."""
         self.indices = _compact(sorted(self.indices[:count]))
-        for index in self.skip_reasons.keys() - set(self.indices):
+        for index in self.skip_reasons.keys() - self.indices:
             del self.skip_reasons[index]
         self._counts_so_far = 0, 0
 

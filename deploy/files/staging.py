@@ -95,8 +95,8 @@ class Stage:
         moves the rest.
 
         Args:
-            write_last_files: writes into the stage what depends on the files in the folder; called
-                while other runs are locked out of the folder.
+            write_last_files: writes into `temporary_folder` the files whose content depends on
+                those in `folder`; called while other runs are locked out of `folder`.
 
         Raises:
             ExportError: a file would replace an input, a folder or a device, or the disk refuses.
@@ -114,8 +114,8 @@ class Stage:
                     refuse_output(self.folder / name)
                 atomic.write_text(self.temporary_folder / _JOURNAL, json.dumps(names))
                 _move_all(self.temporary_folder, self.folder)
-                # if a name is that of a cache, an earlier run that failed may have saved its
-                # calibration for it, which is of no use any more
+                # one of the files may be a cache. An earlier run that failed may have saved its
+                # calibration for it, which is of no use now that the cache is written
                 for name in names:
                     _remove_saved_calibration(self.folder / name)
         except OSError as error:

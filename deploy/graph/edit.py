@@ -477,7 +477,7 @@ def free_added_names(graph: onnx.GraphProto) -> list[str]:
     interface_names = names_of((*graph.input, *graph.output))
     # every `T` beside which calib8 may add a `T/scale`: each name of the model. Also the T of each
     # `T/dequantized` and `T/float`, even if the model has no tensor `T`: code that reads Q/DQ
-    # models takes such a tensor for `T`
+    # models takes such a tensor for `T`. Not of inputs and outputs, which keep their names
     base_names = set(names)
     for name in names - interface_names:
         base_names |= {name.removesuffix("/dequantized"), name.removesuffix("/float")}

@@ -442,7 +442,7 @@ def _may_move_captures(node: onnx.NodeProto, subgraph_reads_output: bool) -> boo
         node: an If, or another node; False for one without subgraphs.
         subgraph_reads_output: whether a subgraph of another node reads the node's output.
     """
-    _, *inner_nodes = nested_nodes(node)
+    _, *inner_nodes = nested_nodes(node)  # the first is the node itself
     if any(map(has_subgraph, inner_nodes)):
         return True
     return subgraph_reads_output and bool(inner_nodes)

@@ -271,9 +271,10 @@ def _complete_crop(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
 def _complete_resize(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
     """Write a Resize without its attributes `axes` and `keep_aspect_ratio_policy`.
 
-    `axes` names the axes for which it has scales, sizes and a region; then these are extended to
-    all axes. The policy keeps the ratio of the sides, so that the sizes of the node are only limits
-    of the output's sizes; it gets scales in place of them. A node with neither stays as it is.
+    `axes` names the axes for which the node has scales, sizes and a region; then these are extended
+    to all axes. The policy may keep the ratio of the sides: then the sizes are only limits of the
+    output's sizes, and the node gets scales in place of sizes. A node that has no `axes` and keeps
+    no ratio stays as it is.
 
     Raises:
         CannotRewrite: the rank is unknown; a region is computed; or the policy needs a size of the
@@ -363,14 +364,16 @@ def _complete_input(
     complete_name = scope.new_name(f"{node.output[0]}_axes")
     node.input[index] = complete_name
 
-    # first the defaults, then in place of some the values that the input has
     complete_values = list(sizes) if defaults is None else defaults.tolist()
     value_count = len(complete_values)
-    # in the complete input, of the values that the input has
-    starts = range(0, value_count, len(sizes) or 1)
-    axis_positions = [range(len(sizes))[axis] for axis in axes]
-    positions = [start + position for start in starts for position in axis_positions]
-    if partial_name in scope.constants:
+    rank = len(sizes)
+    # where the values of the partial input go in the complete one, which has one run of values for
+    # all axes, or two runs (all starts, all ends). In each run an axis has the position of its
+    # number, counted from 0
+    run_starts = range(0, value_count, rank or 1)
+    axis_numbers = [range(rank)[axis] for axis in axes]
+    positions = [run_start + number for run_start in run_starts for number in axis_numbers]
+    if partial_name in scope.constants:  # its values replace the defaults at these positions
         partial_values = scope.values(partial_name, "values")
         for position, value in zip(positions, partial_values.tolist(), strict=True):
             complete_values[position] = value
@@ -378,13 +381,14 @@ def _complete_input(
             constant = np.array(complete_values, partial_values.dtype)
             return [make_constant_node(complete_name, constant)]
 
-    # not all are known: nodes join the defaults and the partial values, and gather one for each
-    # axis
+    # not all values are known: nodes join the defaults and the partial values, and gather the
+    # complete values from both
     defaults_name = scope.new_name(f"{complete_name}_whole")
     joined_name = scope.new_name(f"{complete_name}_both")
     order_name = scope.new_name(f"{complete_name}_order")
     order = np.arange(value_count)
-    order[positions] = value_count + np.arange(len(positions))  # they follow the defaults
+    # in the joined tensor the partial values follow the defaults
+    order[positions] = value_count + np.arange(len(positions))
     if defaults is None:
         defaults_node = make_node("Shape", [source], defaults_name, f"{defaults_name}_Shape")
     else:

@@ -273,7 +273,7 @@ def _find_float_reasons(
     has_changed = True
     while has_changed:
         has_changed = False
-        # its sets of tensors stay as they are now, until the next round; it shares the reasons
+        # it reads the reasons that are added in this round, but finds the int8 tensors only here
         flow = _Int8Flow(graph, placement, reasons)
         for node in graph.nodes:
             if not reasons[node.name]:

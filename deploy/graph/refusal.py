@@ -349,9 +349,10 @@ def _feeds_int8_through_pool(graph: Graph, placement: Placement, node: onnx.Node
     Convs run 0.62x as fast as FP32 with the first Conv in float, and 1.7x with it in int8. With a
     Conv in place of the pool it is 2.8x (float) and 2.6x.
     """
-    # the output of the node, then what a Sigmoid, a Mul or the like makes of it, after a fused Relu
+    # the tensors that a MaxPool may read: the output of the node and of a Relu fused with it. The
+    # loop appends the outputs of the activations that follow, such as a Sigmoid
     activations = [graph.fused_output(node)]
-    for tensor in activations:  # grows during the loop
+    for tensor in activations:
         for reader in graph.readers.get(tensor, []):
             if reader.op_type == "MaxPool" and "MaxPool" in placement.glue:
                 pool_readers = graph.readers.get(reader.output[0], [])

@@ -429,8 +429,9 @@ def _refuse_foreign_cache(policy: CachePolicy, *, is_build: bool) -> None:
 
     `is_build`: the cache is written by a build, which may replace the files of an earlier one.
     """
-    # with --require-cache or --trust-cache (`reuse_flag`) the cache is only read. If it is read
-    # from another file (`source`), that of this build is written nevertheless
+    # `reuse_flag` is --require-cache or --trust-cache, with which the cache at `path` is read and
+    # not written; "" without them. If the cache is read from another file (`source`), the one at
+    # `path` is always written
     is_written = policy.source is not None or not policy.reuse_flag
     if policy.path is not None and is_written:
         folder = policy.path.parent

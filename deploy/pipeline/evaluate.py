@@ -537,7 +537,7 @@ class CandidateImages:
         batch = batch_length(sample, self._batch_inputs)
         first_number = self._sample_count
         self._sample_count += batch
-        for number in self._stored.keys() - set(example_numbers):
+        for number in self._stored.keys() - example_numbers:
             del self._stored[number]
         example_rows = [row for row in range(batch) if first_number + row in example_numbers]
         if not example_rows:
@@ -552,5 +552,5 @@ class CandidateImages:
     def select(self, numbers: Iterable[int]) -> Pictures:
         """Return sample number -> (name, image uint8 [h, w, 3] RGB)."""
         names = self._feed.names
-        stored_numbers = sorted(set(numbers) & self._stored.keys())
+        stored_numbers = sorted(self._stored.keys() & numbers)
         return {number: (names[number], self._stored[number]) for number in stored_numbers}

@@ -151,7 +151,8 @@ def measure_engines(
         threads=threads,
     )
     failures |= evaluation_result.failures
-    # the evaluation has counted its own inferences of the float model: add all others
+    # the evaluation has counted its own inferences of the float model. Add the others: that of
+    # the check, and one for each sample whose inner tensors are compared
     evaluation_result.reference_runs += check_run_count + inner_tensors.sample_count
 
     # latency, when nothing else runs

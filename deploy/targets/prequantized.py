@@ -75,7 +75,8 @@ def _float_reason(
         trained: the user's Q/DQ model.
         graph: the float model that was extracted from it.
         node: a node of that float model.
-        placement: the operators that the target runs on integers; `heavy` are those with products.
+        placement: the operators that the target runs on integers; `heavy` are those among them
+            with products, such as a Conv.
     """
     if node.name in trained.float_reasons:
         return trained.float_reasons[node.name]
@@ -86,7 +87,8 @@ def _float_reason(
         refusal = find_shape_refusal(graph, node, placement)
         if refusal:
             return refusal
-    # the integer kernels of a Gemm and a MatMul can write float, those of all other layers cannot
+    # a layer is a node of `WEIGHTED`, with weights. The integer kernels of a Gemm and a MatMul can
+    # write float, those of a Conv and a ConvTranspose cannot
     must_write_integers = node.op_type in WEIGHTED - {"Gemm", "MatMul"}
     if must_write_integers and node.name not in trained.nodes_with_output_pair:
         return f"no pair stands on what it makes in {Path(trained.name).name}"

@@ -87,7 +87,7 @@ def resolve_config(config: QuantConfig, graph: LayerGraph) -> QuantConfig:
 
 def _refuse_names(config: QuantConfig, graph: LayerGraph) -> None:
     """Refuse layers named like a key, and names in skip_fusion_layers that are no Conv."""
-    names_of_keys = sorted(set(config.layers) & set(MODEL_RULES))
+    names_of_keys = sorted(config.layers.keys() & MODEL_RULES)
     if names_of_keys:
         raise ConfigError(
             f"a layer must not be named like a key of the quant config, got {names_of_keys};"

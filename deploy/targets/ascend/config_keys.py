@@ -213,8 +213,8 @@ def make_activation_params(values: Mapping[str, Any]) -> ActivationParams:
         ConfigError: a key of the other algorithm, or a search_step that leaves no or too many
             scales to try.
     """
-    ifmr_keys = sorted(set(values) & set(IFMR_RULES))
-    hfmg_keys = sorted(set(values) & set(HFMG_RULES))
+    ifmr_keys = sorted(values.keys() & IFMR_RULES)
+    hfmg_keys = sorted(values.keys() & HFMG_RULES)
     algorithm = values.get("act_algo", "hfmg" if hfmg_keys else "ifmr")
     keys_of_other = hfmg_keys if algorithm == "ifmr" else ifmr_keys
     if keys_of_other:
@@ -240,7 +240,7 @@ def make_activation_params(values: Mapping[str, Any]) -> ActivationParams:
 def make_weight_params(values: Mapping[str, Any]) -> WeightParams:
     """Return the `WeightParams` of checked weight_quant_params keys."""
     params = WeightParams(**values)
-    ada_keys = sorted(set(values) & set(ADA_RULES))
+    ada_keys = sorted(values.keys() & ADA_RULES)
     if ada_keys and params.wts_algo == "arq_quantize":
         raise ConfigError(f"arq_quantize does not take {ada_keys}; they belong to ada_quantize")
     return params

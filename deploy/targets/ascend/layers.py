@@ -221,7 +221,7 @@ def find_layers(model: onnx.ModelProto) -> LayerGraph:
 
 def _refuse_quantized(ops: Mapping[str, str]) -> None:
     """Refuse a model with Q/DQ pairs or AMCT's fake quantization; `ops`: node -> its op type."""
-    quantization_nodes = sorted({"QuantizeLinear", "DequantizeLinear"} & set(ops.values()))
+    quantization_nodes = sorted({"QuantizeLinear", "DequantizeLinear"}.intersection(ops.values()))
     quantization_nodes += [name for name in ops if name.endswith(_FAKE_QUANT_SUFFIX)][:1]
     if quantization_nodes:
         raise ModelError(

@@ -113,7 +113,7 @@ class _OriginalNodes:
         graph = copy_without_initializers(original, weights, placeholders=True).graph
         name_nodes_by_index(graph)
         self.producer = map_producers(graph.node)
-        undeployed_tensors = set(self.producer) - set(deployed_tensors)
+        undeployed_tensors = self.producer.keys() - deployed_tensors
         self.undeployed_tensors = undeployed_tensors & _input_dependent(graph)
 
     def find_nodes(self, tensors: Iterable[str]) -> list[str]:

@@ -379,7 +379,7 @@ def float16_overflow_alerts(recipe: Recipe, atc_flags: Collection[str]) -> Itera
     }
     # node -> why it must not compute in float16
     reason_by_node = find_float16_overflows(
-        Graph(recipe.model), largest_by_tensor, int8_nodes=recipe.layers.keys()
+        Graph(recipe.model), largest_by_tensor, int8_nodes=recipe.layers
     )
     if reason_by_node:
         first_reason = next(iter(reason_by_node.values()))  # one example suffices

@@ -235,7 +235,7 @@ class Ascend(Target):
         if self.config is not None:
             _, graph = prepare_model(model)
             config = read_any_config(self.config, graph)
-            disabled_names = set(graph.layers) - set(config.enabled_layers())
+            disabled_names = graph.layers.keys() - config.enabled_layers()
             float_reasons = {**dict.fromkeys(disabled_names, FLOAT_BY_USER), **float_reasons}
         return make_default_plan(model, float_reasons)
 

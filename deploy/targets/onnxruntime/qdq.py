@@ -216,9 +216,10 @@ class _QdqWriter:
         """Return the scale and zero point with which a tensor is quantized.
 
         A tensor may share them with another one, its owner in the plan, whose clip range and gate
-        then decide. A gate (Hard-Swish or squeeze-excite) may add a shift to the owner, or an
-        offset whose sum is the owner. If that number is an integer number of steps, the addition
-        only changes the zero point: the result's `steps` are how far. Otherwise they are 0.
+        then decide. In a gate (Hard-Swish or squeeze-excite) a number may be added: a shift, if the
+        owner is the gate's source, or an offset, if the owner is its output. If the scale can be
+        chosen so that the number is an integer number of steps, the addition only moves the zero
+        point, by the result's `steps`. Otherwise these are 0.
 
         Raises:
             ExportError: the scale is not positive.

@@ -176,9 +176,10 @@ class GateWriter:
         else:
             clip_nodes = self._clip_by_pair(gate, read_name[gate.source], shifted_source)
         gate_output = nodes[-1].output[0]
-        product, offset_nodes = self._add_offset(gate, gate_output, quantize, output_range)
+        # the output of the Mul: the gate's own output, if no Add of the offset follows
+        product_name, offset_nodes = self._add_offset(gate, gate_output, quantize, output_range)
         clipped = clip_nodes[-1].output[0]
-        multiply = make_node("Mul", [read_name[gate.factor], clipped], product, gate.name)
+        multiply = make_node("Mul", [read_name[gate.factor], clipped], product_name, gate.name)
         return [*clip_nodes, multiply, *offset_nodes]
 
     def _clip_by_pair(self, gate: Gate, source: str, shifted_source: str) -> Nodes:

@@ -452,7 +452,8 @@ def _quantized_settings(
         builder_settings(options, request),
         typed=is_typed,
         dla=options.dla,
-        # a Q/DQ model has no pair at a float node, so that it needs no binding
+        # without the cache the engine is built from a model with Q/DQ pairs. It has none at a float
+        # node, which so runs in float without being named here
         float_layers=float_layers(request) if uses_cache else {},
         float32_layers=float32_nodes if chooses_types else {},
     )
