@@ -186,6 +186,18 @@ def test_search_compares_models_with_own_states():
     assert figures["y"] == pytest.approx(sqnr_of_sequences(model, candidate, arrays), abs=0.01)
 
 
+@pytest.mark.parametrize("names", [STATES, {"p": "q", "m": "n"}])
+def test_bench_feeds_states_of_first_engine(names, run, tmp_path):
+    model, engine = (save_net(tracker(names), tmp_path / f"{name}.onnx") for name in "ab")
+    images = save_sequences(tmp_path / "c", sequences([3]))
+    options = [] if names == STATES else [f"--state={state}={names[state]}" for state in names]
+    report = tmp_path / "r.json"
+    options += ["--against", model, "--images", images, "--duration", 0, "--json", report]
+    run.ok("bench", engine, *options)
+    (_, row) = json.loads(report.read_text())["engines"]
+    assert row["accuracy"]["samples"] == 3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("effort", [0, 1])
 def test_errors_that_add_up_are_measured(effort, run, tmp_path):

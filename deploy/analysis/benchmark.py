@@ -33,6 +33,7 @@ from deploy.feed.model_preprocess import MetadataPreprocess
 from deploy.feed.preprocess import PreprocessRequest
 from deploy.feed.samples import SAMPLES_IN_MEMORY, Feed
 from deploy.feed.sampling import Limit
+from deploy.feed.states import Recurrence, find_states
 from deploy.files.reading import read_bytes
 from deploy.frontends.metadata import read_declaration, read_metadata_preprocess
 from deploy.frontends.onnx_reader import model_bytes, parse_model
@@ -228,10 +229,17 @@ def _open_images(
     dataset: Dataset, engines: Mapping[str, _LoadedEngine], input_specs: Sequence[TensorSpec]
 ) -> Feed:
     """Open images as inputs of the engines; `input_specs`: what all engines take."""
-    first_engine = next(iter(engines.values()))
+    session = next(iter(engines.values())).session
     return dataset.open(
-        mark_batch_axes(input_specs, first_engine.session.outputs),
+        mark_batch_axes(input_specs, session.outputs),
         metadata_preprocess=_find_metadata_preprocess(engines.values()),
+        # of a recurrent model, all engines are fed the states of the first, as by `compare`
+        recurrence=Recurrence(
+            inputs=tuple(session.inputs),
+            outputs=tuple(spec.name for spec in session.outputs),
+            states=find_states(session.inputs, session.outputs),
+            run=session.run,
+        ),
     )
 
 
