@@ -12,6 +12,7 @@ import pytest
 from deploy.errors import FeedError
 from deploy.feed.evaluation import apply_labels, read_labels
 from deploy.feed.feed import Dataset, open_feed
+from deploy.feed.paths import resolve_files
 from deploy.feed.preprocess import Preprocess
 from deploy.metrics.precision import GroundTruth, PrecisionTally
 from deploy.tensors import TensorSpec
@@ -221,6 +222,15 @@ def test_annotations_that_fit_several_images_are_refused(labels, limit, tmp_path
     """Both images would have the same objects, or each those of another image."""
     with pytest.raises(FeedError, match=r"for a/0\.png, b/0\.png; name"):
         object_counts(labels, ("a/0.png", "b/0.png"), tmp_path, limit)
+
+
+@pytest.mark.parametrize("name", [".json", "..json", "a.JSON"])
+def test_coco_file_is_known_by_suffix(name, tmp_path):
+    image = {"id": 1, "file_name": "a.png", "height": 9, "width": 9}
+    document = {"images": [image], "annotations": [], "categories": []}
+    (tmp_path / name).write_text(json.dumps(document))
+    assert read_labels(tmp_path / name).pictures
+    assert resolve_files(tmp_path / name).file_list.names == ["a.png"]
 
 
 def test_first_of_several_ambiguous_images_is_named(tmp_path):

@@ -230,6 +230,13 @@ def test_only_a_table_of_labels_has_a_header(tmp_path):
         read_labels(tmp_path / "l.txt")
 
 
+@pytest.mark.parametrize("line", ["0.png 1,5", "0.png 1 5", '"0.png",1,5'])
+def test_two_labels_of_a_line_are_refused(line, tmp_path):
+    (tmp_path / "l.txt").write_text(f"{line}\n")
+    with pytest.raises(FeedError, match="line 1 of"):
+        read_labels(tmp_path / "l.txt")
+
+
 def test_line_of_labels_for_each_image(pictures, tmp_path, wording):
     others = [f"val_{number}.png" for number in range(20)]  # as many as there are images
     for names in (["01.png", "00.png"], ["00.png", "00.png"], others):

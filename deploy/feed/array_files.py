@@ -240,7 +240,7 @@ def read_arrays(path: Path, specs: Specs) -> tuple[Item, Labels]:
         FeedError: the file is damaged, holds objects, does not fit the inputs, or has labels but
             not one for each sample.
     """
-    suffix = path.suffix.lower()
+    suffix = suffix_of(path)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # numpy warns about headers written by Python 2

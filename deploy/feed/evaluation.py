@@ -20,7 +20,7 @@ import numpy as np
 from deploy.errors import ConfigError, FeedError
 from deploy.feed.annotations import Annotations, read_annotations
 from deploy.feed.file_list import FileList
-from deploy.feed.images import printable_name, summarize_names
+from deploy.feed.images import is_image, printable_name, summarize_names
 from deploy.feed.loaders import read_item_labels
 from deploy.feed.parallel import SampleStream
 from deploy.feed.pixels import boxes_to_input
@@ -147,7 +147,7 @@ def read_labels(path: Path | str) -> FileList | Annotations | str:
 
     Raises:
         ConfigError: the path is empty, or an address.
-        FeedError: the file cannot be read, or a line does not end in a whole number >= 0.
+        FeedError: the file cannot be read, or a line does not end in one whole number >= 0.
     """
     if str(path) == BY_FOLDER:
         return BY_FOLDER
@@ -163,6 +163,11 @@ def read_labels(path: Path | str) -> FileList | Annotations | str:
         labelled_line = _LABELLED_LINE.fullmatch(line.strip())
         if labelled_line is not None:
             text, separator, label = labelled_line.groups(default="")
+            if _has_two_numbers(text):
+                raise FeedError(
+                    f"a label is one class number, line {number} of {path} has two after the name;"
+                    " leave one, a whole number"
+                )
             name = text.rstrip(" ,")  # may have spaces and commas in it
             if separator == ",":  # a table, which may have other columns before the name
                 name = text.rpartition(",")[2]
@@ -176,6 +181,12 @@ def read_labels(path: Path | str) -> FileList | Annotations | str:
                 " number the classes from 0, as the model's outputs are"
             )
     return labelled_files
+
+
+def _has_two_numbers(text: str) -> bool:
+    """Whether the text before a class number is the name of an image and a number."""
+    image_and_number = re.fullmatch(r"(.*?)[\s,]+\d+", text.rstrip(" ,"))
+    return image_and_number is not None and is_image(image_and_number[1].strip(' "'))
 
 
 def to_labels(labels: Iterable[int] | ImageLabels | Path | None) -> ImageLabels | None:

@@ -36,8 +36,9 @@ def summarize_names(names: Sequence[str], max_names: int = 5) -> str:
 
 
 def suffix_of(path: Path | str) -> str:
-    """Return the suffix of a file name in lower case, with its dot."""
-    return os.path.splitext(path)[1].lower()
+    """Return the suffix of a file name in lower case, with its dot; that of ".json" is ".json"."""
+    _, dot, suffix = os.path.basename(path).rpartition(".")
+    return f"{dot}{suffix}".lower() if dot else ""
 
 
 def is_image(path: Path | str) -> bool:
@@ -103,7 +104,7 @@ def read_list(path: Path) -> FileList:
     first_unlabelled_line = 0
     for number, line in _iterate_lines(path):
         name, label = _parse_line(path, number, line)
-        is_first_of_csv = number == 1 and path.suffix.lower() == ".csv"
+        is_first_of_csv = number == 1 and suffix_of(path) == ".csv"
         may_be_header = is_first_of_csv and label is None and "," in line and "." not in line
         if may_be_header and not os.path.isfile(path.parent / line):
             continue  # such as "path,label"

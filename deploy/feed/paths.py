@@ -94,7 +94,7 @@ def resolve_files(path: Path, *, split: Split = "train") -> SourceFiles:
             f"{printable_name(path.name)} is an image in an unsupported format; save it as .jpg"
             " or .png"
         )
-    if path.suffix.lower() == ".json":
+    if suffix_of(path) == ".json":
         return SourceFiles(_read_coco_files(path), title)
     if is_data_yaml(path):
         return SourceFiles(_list_yaml_images(path, split), f"{split} of {title}")
