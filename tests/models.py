@@ -68,6 +68,13 @@ def make_model(nodes, inputs, outputs, weights=(), *, opset=13, ir=8, domains=()
     return helper.make_model(graph, opset_imports=imports, ir_version=ir)
 
 
+def set_domain(model, op_type, domain="other"):
+    """Move the nodes of an operator to another domain."""
+    for node in model.graph.node:
+        if node.op_type == op_type:
+            node.domain = domain
+
+
 def as_float32(weights):
     return {name: np.asarray(value, np.float32) for name, value in weights.items()}
 

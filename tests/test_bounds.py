@@ -10,7 +10,7 @@ from calibrators.entropy import entropy
 from calibrators.histogram import Histogram
 from calibrators.mse import mse
 from deploy.graph.bounds import find_bounds, find_range_limits
-from tests.models import as_float32, build_net, make_model, run_net
+from tests.models import as_float32, build_net, make_model, run_net, set_domain
 
 
 def sigmoid(t):
@@ -105,6 +105,23 @@ def test_bounds_of_known_readers(nodes, expected):
 )
 def test_other_readers_set_no_bound(nodes):
     assert not find_bounds(model(nodes)).keys() & {"t", "y"}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "op_type"),
+    [
+        ("y = Clip (t, zero, six)", "Clip"),
+        ("y = Sigmoid (t)", "Sigmoid"),
+        ("m = Reshape (t, shape) y = Sigmoid (m)", "Reshape"),
+        ("c = HardSigmoid (t) y = Mul (t, c)", "HardSigmoid"),
+        (f"{ERF_AND_ONE} y = Mul (t, a)", "Erf"),
+    ],
+)
+def test_custom_domain_sets_no_bound(nodes, op_type):
+    net = model(nodes)
+    assert "t" in find_bounds(net)
+    set_domain(net, op_type)
+    assert "t" not in find_bounds(net)
 
 
 def test_clamped_histogram_equals_clamped_values():

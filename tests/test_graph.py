@@ -12,7 +12,7 @@ from calib8 import build
 from deploy.errors import ModelError
 from deploy.graph import edit
 from deploy.graph.edit import _find_base_name, free_added_names
-from deploy.graph.index import Graph, attributes
+from deploy.graph.index import Graph, attributes, describe_node
 from deploy.runtimes.mapped_model import copy_without_initializers
 from deploy.targets.onnxruntime import qdq
 from deploy.tuning.search_options import Tuning
@@ -200,3 +200,8 @@ def test_every_added_suffix_is_known():
     files = {".engine", ".gpu.cache", ".json", ".om", ".tensorrt", ".weight"}
     assert {t: w for t, w in unknown.items() if t not in files} == {}
     assert len(file_by_suffix) > 60
+
+
+def test_names_of_nodes_are_escaped():
+    node = helper.make_node("Conv", ["x"], ["y"], "it's\nb")
+    assert describe_node(node) == 'Conv "it\'s\\nb"'

@@ -8,7 +8,7 @@ import pytest
 
 from deploy.graph.placement import ONNXRUNTIME, TENSORRT
 from deploy.graph.plan import Plan, analyse, never_negative
-from tests.models import as_float32, make_model, parse_nodes
+from tests.models import as_float32, make_model, parse_nodes, set_domain
 
 LAYER = "Conv <pads = [1, 1, 1, 1]>"
 
@@ -158,6 +158,12 @@ def test_missing_scale_makes_nodes_float():
 def test_never_negative_follows_pools_and_reshapes():
     nodes = "r = Relu(x) p = GlobalAveragePool(r) f = Flatten(p) y = Neg(f)"
     assert never_negative(make(nodes, {})) == {"r", "p", "f"}
+
+
+def test_custom_relu_may_be_negative():
+    model = make("r = Relu (x) p = MaxPool (r) y = Relu (p)", {})
+    set_domain(model, "Relu")
+    assert not never_negative(model)
 
 
 each_placement = pytest.mark.parametrize("placement", [ONNXRUNTIME, TENSORRT], ids=lambda p: p.name)

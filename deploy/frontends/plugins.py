@@ -87,7 +87,7 @@ class CutOffNodes:
         """Text for the first node that ONNX Runtime does not know."""
         node = self.first_unknown
         domain = f" of the domain '{node.domain}'" if node.domain else ""
-        return f"{node.op_type}{domain} ('{node.name or next(iter(node.output), '')}')"
+        return f"{node.op_type}{domain} ({node.name or next(iter(node.output), '')!r})"
 
     def note(self, outputs: Iterable[str]) -> str:
         """Return the note for the user; `outputs` are those of the part before the cut."""

@@ -56,7 +56,7 @@ from onnx import numpy_helper
 
 from calibrators.grids import INT8
 from calibrators.rounding import ConvWindow
-from deploy.graph.index import FLOAT, Graph, attributes, optional_input, other_inputs
+from deploy.graph.index import FLOAT, Graph, attributes, optional_input, other_inputs, standard_type
 from deploy.graph.placement import MOVES, WEIGHTED
 
 Bounds = tuple[float, float]
@@ -136,7 +136,7 @@ class _BoundsPropagation:
 
         A Relu has the floor 0: all values below it become 0. A bound is infinite if there is none.
         """
-        op_type = node.op_type
+        op_type = standard_type(node)
         # where the node only moves values, or adds or multiplies a scalar, the bounds follow from
         # those of its output
         if tensor in _moved_inputs(node):
@@ -165,7 +165,7 @@ class _BoundsPropagation:
         They are the bounds of the node's output, with the arithmetic undone: if the readers of
         y = x + 2 need y between 0 and 6, they need x between -2 and 4. `tensor` is x.
         """
-        op_type = node.op_type
+        op_type = standard_type(node)
         if op_type not in ("Add", "Sub", "Mul", "Div"):
             return None
         scalar = self.graph.scalar_operand(tensor, node)
@@ -189,12 +189,12 @@ class _BoundsPropagation:
 
     def _clip_bounds(self, node: onnx.NodeProto) -> Bounds | None:
         """Return the bounds of a HardSigmoid or Clip; None for any other node."""
-        if node.op_type == "HardSigmoid":  # Clip(alpha * x + beta, 0, 1)
+        if standard_type(node) == "HardSigmoid":  # Clip(alpha * x + beta, 0, 1)
             attrs = attributes(node)
             alpha = attrs.get("alpha", 0.2)
             beta = attrs.get("beta", 0.5)
             return (-beta / alpha, (1 - beta) / alpha) if alpha > 0 else None
-        if node.op_type != "Clip":
+        if standard_type(node) != "Clip":
             return None
         low = self.graph.scalar(optional_input(node, 1))
         high = self.graph.scalar(optional_input(node, 2))
@@ -213,12 +213,12 @@ class _BoundsPropagation:
 
     def _amplifies(self, node: onnx.NodeProto, tensor: str) -> bool:
         """Whether a reader of a tensor is a Log, a square root or a division by it."""
-        if node.op_type == "Pow":
+        if standard_type(node) == "Pow":
             power = self.graph.scalar_operand(tensor, node)
             return power is None or power < 1
-        if node.op_type == "Div":
+        if standard_type(node) == "Div":
             return bool(node.input[1] == tensor)
-        return node.op_type in _AMPLIFIES
+        return standard_type(node) in _AMPLIFIES
 
     def _gated_bounds(self, product: onnx.NodeProto, tensor: str) -> Bounds:
         """Return (floor, ceiling) of a factor of a Mul: values beyond them do not matter.
@@ -230,9 +230,9 @@ class _BoundsPropagation:
         gate = self.graph.producer.get(factors[0]) if len(factors) == 1 else None
         if gate is None:
             return _UNBOUNDED
-        if gate.op_type == "Sigmoid":  # SiLU, t * Sigmoid(t)
+        if standard_type(gate) == "Sigmoid":  # SiLU, t * Sigmoid(t)
             return self._bounds_by_gate(tensor, gate.input[0], _SILU_FLOOR)
-        if gate.op_type == "Add":  # GELU, t * (1 + Erf(t / sqrt 2)), times 0.5
+        if standard_type(gate) == "Add":  # GELU, t * (1 + Erf(t / sqrt 2)), times 0.5
             erf = self._find_erf(gate)
             if erf is None:
                 return _UNBOUNDED
@@ -242,7 +242,7 @@ class _BoundsPropagation:
             return _UNBOUNDED
         gate_floor, _ = bounds
         # below its floor a HardSigmoid is 0, but a Clip is the floor itself
-        if gate.op_type == "Clip" and gate_floor != 0.0:
+        if standard_type(gate) == "Clip" and gate_floor != 0.0:
             return _UNBOUNDED
         return self._bounds_by_gate(tensor, gate.input[0], gate_floor)
 
@@ -289,11 +289,11 @@ class _BoundsPropagation:
             scalar = self.graph.scalar_operand(name, node)  # None if `name` is the scalar itself
             if scalar is None:
                 continue
-            if node.op_type == "Mul":
+            if standard_type(node) == "Mul":
                 return name, scalar, 0.0
-            if node.op_type == "Div" and name == node.input[0] and scalar:
+            if standard_type(node) == "Div" and name == node.input[0] and scalar:
                 return name, 1 / scalar, 0.0
-            if node.op_type == "Add":
+            if standard_type(node) == "Add":
                 return name, 1.0, scalar
         return tensor, 1.0, 0.0
 
@@ -336,12 +336,12 @@ def _find_logits(graph: Graph) -> list[str]:
     """
     upstream_of_layers: set[str] = set()
     for node in reversed(graph.nodes):
-        if node.op_type in WEIGHTED or not upstream_of_layers.isdisjoint(node.output):
+        if standard_type(node) in WEIGHTED or not upstream_of_layers.isdisjoint(node.output):
             upstream_of_layers.update(node.input)
 
     logits = []
     for node in graph.nodes:
-        if node.op_type != "Sigmoid" or node.output[0] in upstream_of_layers:
+        if standard_type(node) != "Sigmoid" or node.output[0] in upstream_of_layers:
             continue
         if _is_score(graph, node):
             logits.append(node.input[0])
@@ -361,7 +361,7 @@ def _is_score(graph: Graph, sigmoid: onnx.NodeProto) -> bool:
         for reader in graph.readers.get(score, []):
             if score in _moved_inputs(reader):
                 scores += reader.output
-            elif reader.op_type == "Mul":
+            elif standard_type(reader) == "Mul":
                 factors = other_inputs(reader, score)
                 if not all(_is_constant_or_score(graph, factor) for factor in factors):
                     return False
@@ -373,18 +373,18 @@ def _is_constant_or_score(graph: Graph, factor: str) -> bool:
     if factor in graph.constants:
         return True
     node = graph.producer.get(factor)
-    while node is not None and node.op_type != "Sigmoid" and len(_moved_inputs(node)) == 1:
+    while node is not None and standard_type(node) != "Sigmoid" and len(_moved_inputs(node)) == 1:
         node = graph.producer.get(_moved_inputs(node)[0])
-    return node is not None and node.op_type == "Sigmoid"
+    return node is not None and standard_type(node) == "Sigmoid"
 
 
 def _moved_inputs(node: onnx.NodeProto | None) -> list[str]:
     """Return the inputs whose values a node passes on unchanged."""
     if node is None:
         return []
-    if node.op_type == "Concat":
+    if standard_type(node) == "Concat":
         return list(node.input)
-    return [node.input[0]] if node.op_type in VALUE_MOVES else []
+    return [node.input[0]] if standard_type(node) in VALUE_MOVES else []
 
 
 def find_float16_overflows(
@@ -403,14 +403,14 @@ def find_float16_overflows(
     """
     reasons = {node.name: "" for node in graph.nodes}  # in graph order
     for node in graph.nodes:
-        if node.op_type == "Constant":
+        if standard_type(node) == "Constant":
             continue
         reason = _describe_misfit(graph, node, largest_by_tensor)
         affected_nodes = [node]
         if not reason:
             reason = _describe_vanishing(graph, node)
             # of a / Max(b, 1e-9) the Div is affected, but not the nodes that read its quotient
-            if reason and node.op_type != "Div":
+            if reason and standard_type(node) != "Div":
                 affected_nodes += graph.readers.get(node.output[0], ())
         for affected_node in affected_nodes:  # the first reason of a node stays
             reasons[affected_node.name] = reasons[affected_node.name] or reason
@@ -439,7 +439,7 @@ def _describe_misfit(
     graph: Graph, node: onnx.NodeProto, largest_by_tensor: Mapping[str, float]
 ) -> str:
     """Return which input or output of a node is too large or small for float16, as text, or ""."""
-    weights = node.input[1:2] if node.op_type in WEIGHTED else ()
+    weights = node.input[1:2] if standard_type(node) in WEIGHTED else ()
     for name in (*node.input, *node.output):
         float_name = _name_in_float_model(name)
         # largest |x|: of a constant or Q/DQ pair, else as observed; 0 if unknown
@@ -462,14 +462,14 @@ def _describe_vanishing(graph: Graph, node: onnx.NodeProto) -> str:
     """
     candidate: onnx.NodeProto | None = node
     while candidate is not None:  # go upstream to the first node that may be the guard
-        if candidate.op_type == "Div":
+        if standard_type(candidate) == "Div":
             upstream_tensor = candidate.input[1]
-        elif candidate.op_type in _PASSING:
+        elif standard_type(candidate) in _PASSING:
             upstream_tensor = candidate.input[0]
         else:
             break
         candidate = graph.producer.get(upstream_tensor)
-    if candidate is None or candidate.op_type not in _GUARDS:
+    if candidate is None or standard_type(candidate) not in _GUARDS:
         return ""
     for name in candidate.input:
         magnitude = _max_magnitude(graph, name)
@@ -485,7 +485,9 @@ def _max_magnitude(graph: Graph, name: str) -> float:
     multiple = 1.0
     # the nodes of pairs that make or read the tensor; None if no pair makes it
     pair_nodes = [graph.find_producer(name, "DequantizeLinear")]
-    pair_nodes += [node for node in graph.readers.get(name, ()) if node.op_type == "QuantizeLinear"]
+    pair_nodes += [
+        node for node in graph.readers.get(name, ()) if standard_type(node) == "QuantizeLinear"
+    ]
     for node in filter(None, pair_nodes):
         constant_name = node.input[1]  # the scale of the pair, which holds up to 127 times as much
         multiple = INT8.qmax

@@ -70,6 +70,14 @@ def attributes(node: onnx.NodeProto) -> dict[str, Any]:
     }
 
 
+def standard_type(node: onnx.NodeProto) -> str:
+    """Return a node's operator; of a domain beside ONNX's, which may compute anything, with it.
+
+    So the text equals the name of an ONNX operator only if the node is that operator.
+    """
+    return node.op_type if node.domain in ONNX_DOMAINS else f"{node.domain}.{node.op_type}"
+
+
 def optional_input(node: onnx.NodeProto, index: int) -> str:
     """Return the tensor at one input of a node; "" if the node leaves it out."""
     return node.input[index] if index < len(node.input) else ""
@@ -340,14 +348,14 @@ class Graph:
         if self.is_read_outside(tensor):
             return None
         readers = self.readers.get(tensor, [])
-        if len(readers) != 1 or (op_types and readers[0].op_type not in op_types):
+        if len(readers) != 1 or (op_types and standard_type(readers[0]) not in op_types):
             return None
         return readers[0]
 
     def find_producer(self, tensor: str, *op_types: str) -> onnx.NodeProto | None:
         """Return the node that makes a tensor, if it has one of these types."""
         node = self.producer.get(tensor)
-        return node if node is not None and node.op_type in op_types else None
+        return node if node is not None and standard_type(node) in op_types else None
 
     def trace_back(self, tensor: str, op_types: Collection[str]) -> onnx.NodeProto | None:
         """Return the node that makes a tensor, upstream of nodes of these types; None if none does.
@@ -355,7 +363,7 @@ class Graph:
         The path leads through the first input of each node.
         """
         node = self.producer.get(tensor)
-        while node is not None and node.op_type in op_types:
+        while node is not None and standard_type(node) in op_types:
             node = self.producer.get(node.input[0])
         return node
 
@@ -387,9 +395,13 @@ class Graph:
         reader = self.only_reader(output)
         if reader is None or node.op_type == GATE:  # nothing is fused into a gate
             return output
-        if reader.op_type in TAILS and reader.input[0] == output and self.clips_at_zero(reader):
+        if (
+            standard_type(reader) in TAILS
+            and reader.input[0] == output
+            and self.clips_at_zero(reader)
+        ):
             return str(reader.output[0])
-        if node.op_type == "MatMul" and reader.op_type == "Add":
+        if standard_type(node) == "MatMul" and standard_type(reader) == "Add":
             operands = other_inputs(reader, output)
             if len(operands) == 1 and operands[0] in self.initializers:
                 return self.fused_output(reader)
@@ -528,7 +540,7 @@ def module_paths(model: onnx.ModelProto) -> dict[str, str]:
 
 def describe_node(node: onnx.NodeProto) -> str:
     """Return the operator and name of a node as text; without a name, its outputs stand there."""
-    return f"{node.op_type} '{node.name or ', '.join(node.output)}'"
+    return f"{node.op_type} {node.name or ', '.join(node.output)!r}"
 
 
 def match_nodes(model: onnx.ModelProto, patterns: Iterable[str]) -> tuple[str, ...]:

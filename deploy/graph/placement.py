@@ -21,7 +21,7 @@ import onnx
 from onnx import numpy_helper
 
 from calibrators.grids import FP8, INT8, UINT8, Grid
-from deploy.graph.index import GATE, Graph, attributes, names_of, optional_input
+from deploy.graph.index import GATE, Graph, attributes, names_of, optional_input, standard_type
 
 MOVES = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose"})
 CUTS = frozenset({"Pad", "Slice"})
@@ -180,7 +180,7 @@ def reduced_axes(graph: Graph, node: onnx.NodeProto) -> list[int]:
 
 def has_constant_operand(graph: Graph, node: onnx.NodeProto) -> bool:
     """Whether a node adds a constant to a tensor or multiplies a tensor by a constant."""
-    is_pointwise = node.op_type in {"Add", "Mul"}
+    is_pointwise = standard_type(node) in {"Add", "Mul"}
     return is_pointwise and any(name in graph.initializers for name in node.input)
 
 
@@ -248,7 +248,7 @@ def reads_float_concat(graph: Graph, node: onnx.NodeProto, int8_tensors: Collect
     """
     for name in graph.data_inputs(node):
         producer = graph.trace_back(name, MOVES | CUTS | {"MaxPool"})
-        if producer is not None and producer.op_type == "Concat":
+        if producer is not None and standard_type(producer) == "Concat":
             return not all(part in int8_tensors for part in graph.data_inputs(producer))
     return False
 
@@ -271,7 +271,7 @@ def add_concat_readers(graph: Graph, readers: dict[str, list[str]]) -> None:
     """
     for node in graph.nodes:
         output = node.output[0]
-        if node.op_type != "Concat" or output not in readers or output in graph.outputs:
+        if standard_type(node) != "Concat" or output not in readers or output in graph.outputs:
             continue
         if names_of(graph.readers.get(output, [])) != set(readers[output]):
             continue
@@ -305,6 +305,8 @@ def int8_inputs(graph: Graph, node: onnx.NodeProto, heavy: Collection[str]) -> l
 def _is_made_by_heavy(graph: Graph, tensor: str, heavy: Collection[str]) -> bool:
     """Whether a Conv, Gemm or MatMul makes a tensor, past any pointwise operators."""
     node = graph.producer.get(tensor)
-    while node is not None and (node.op_type in POINTWISE or has_constant_operand(graph, node)):
+    while node is not None and (
+        standard_type(node) in POINTWISE or has_constant_operand(graph, node)
+    ):
         node = graph.producer.get(graph.data_inputs(node)[0])
-    return node is not None and node.op_type in heavy
+    return node is not None and standard_type(node) in heavy

@@ -29,6 +29,7 @@ from deploy.graph.index import (
     channel_axis,
     group_count,
     optional_input,
+    standard_type,
 )
 from deploy.graph.placement import (
     MOVES,
@@ -609,8 +610,9 @@ def never_negative(model: onnx.ModelProto) -> frozenset[str]:
 
 def cannot_be_negative(graph: Graph, node: onnx.NodeProto, non_negative: Collection[str]) -> bool:
     """Whether a node's output cannot be negative, given that the `non_negative` tensors cannot."""
-    if node.op_type in MOVES | POOLS:
+    op_type = standard_type(node)
+    if op_type in MOVES | POOLS:
         return node.input[0] in non_negative
-    if node.op_type == "Clip":
+    if op_type == "Clip":
         return graph.clips_at_zero(node)
-    return node.op_type in {"Relu", "Sigmoid", "Softmax", "HardSigmoid"}
+    return op_type in {"Relu", "Sigmoid", "Softmax", "HardSigmoid"}

@@ -21,6 +21,7 @@ from deploy.graph.index import (
     attributes,
     group_count,
     optional_input,
+    standard_type,
 )
 from deploy.graph.placement import (
     MOVES,
@@ -354,12 +355,12 @@ def _feeds_int8_through_pool(graph: Graph, placement: Placement, node: onnx.Node
     activations = [graph.fused_output(node)]
     for tensor in activations:
         for reader in graph.readers.get(tensor, []):
-            if reader.op_type == "MaxPool" and "MaxPool" in placement.glue:
+            if standard_type(reader) == "MaxPool" and "MaxPool" in placement.glue:
                 pool_readers = graph.readers.get(reader.output[0], [])
                 pool_reader_types = {pool_reader.op_type for pool_reader in pool_readers}
                 return not placement.runnable_op_types.isdisjoint(pool_reader_types)
             activation = graph.fused_output(reader)
-            if reader.op_type in _ACTIVATIONS and activation not in activations:
+            if standard_type(reader) in _ACTIVATIONS and activation not in activations:
                 activations.append(activation)
     return False
 
@@ -374,7 +375,7 @@ def find_scale_owner(graph: Graph, placement: Placement, tensor: str) -> str:
 def _find_moved_input(graph: Graph, placement: Placement, tensor: str) -> str | None:
     """Return the input of the scale-keeping node that makes `tensor`; None for other nodes."""
     node = graph.producer.get(tensor)
-    if node is None or node.op_type not in placement.keeps_scale or not node.input:
+    if node is None or standard_type(node) not in placement.keeps_scale or not node.input:
         return None
     if not keeps_range(graph, node) or node.input[0] in graph.initializers:
         return None

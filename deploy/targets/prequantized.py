@@ -15,7 +15,7 @@ import onnx
 from deploy.errors import ConfigError
 from deploy.frontends.base import QdqCalibration
 from deploy.frontends.pairs import UnfitError, weight_grid
-from deploy.graph.index import TAILS, Graph
+from deploy.graph.index import TAILS, Graph, standard_type
 from deploy.graph.placement import WEIGHTED, Placement
 from deploy.graph.plan import FLOAT32, Decision
 from deploy.graph.refusal import find_shape_refusal
@@ -81,8 +81,9 @@ def _float_reason(
     if node.name in trained.float_reasons:
         return trained.float_reasons[node.name]
     # a Relu or Clip is fused into the node before it
-    if node.op_type not in placement.runnable_op_types | TAILS:
-        return f"{node.op_type} is not run in {placement.precision_name} on {placement.name}"
+    op_type = standard_type(node)
+    if op_type not in placement.runnable_op_types | TAILS:
+        return f"{op_type} is not run in {placement.precision_name} on {placement.name}"
     if node.op_type in placement.heavy:
         refusal = find_shape_refusal(graph, node, placement)
         if refusal:
@@ -155,7 +156,7 @@ def _changed_weights(trained: QdqCalibration, written: onnx.ModelProto) -> Itera
     """
     graph = Graph(written)
     for node in graph.nodes:
-        if node.op_type not in WEIGHTED:
+        if standard_type(node) not in WEIGHTED:
             continue
         try:
             _, scales = weight_grid(node, graph)

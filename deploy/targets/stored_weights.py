@@ -20,7 +20,7 @@ from calibrators.weights import (
     pair_scales,
     pair_sums,
 )
-from deploy.graph.index import Graph, attributes
+from deploy.graph.index import Graph, attributes, standard_type
 from deploy.graph.placement import WEIGHTED
 from deploy.tensors import Array
 
@@ -108,7 +108,7 @@ def find_saturating_layers(model: onnx.ModelProto) -> list[str]:
     graph = Graph(model)
     layers = []
     for node in graph.nodes:
-        if node.op_type not in WEIGHTED:
+        if standard_type(node) not in WEIGHTED:
             continue
         dequantizer = graph.find_producer(node.input[1], "DequantizeLinear")  # None for a float one
         if dequantizer is None or dequantizer.input[0] not in graph.constants:

@@ -52,7 +52,7 @@ from deploy.frontends import checks
 from deploy.frontends.shapes import infer_shapes
 from deploy.graph.bounds import find_bounds
 from deploy.graph.edit import copy_message
-from deploy.graph.index import ONNX_DOMAINS, Graph, attributes, optional_input
+from deploy.graph.index import Graph, attributes, optional_input, standard_type
 from deploy.graph.placement import MOVES, pads_nonzero, resize_mode
 from deploy.targets.tensorrt.cache_contents import POOLING_OPS, trt_tensors
 
@@ -241,15 +241,14 @@ def _operator_name(graph: Graph, node: onnx.NodeProto) -> str:
     have names of their own. An operator of a custom domain is returned with its domain, so that it
     matches no rule.
     """
-    if node.domain not in ONNX_DOMAINS:
-        return f"{node.domain}.{node.op_type}"
-    if node.op_type == "Resize":
+    op_type = standard_type(node)
+    if op_type == "Resize":
         return f"Resize {resize_mode(node)}"
-    if node.op_type == "Pad" and pads_nonzero(graph, node):
+    if op_type == "Pad" and pads_nonzero(graph, node):
         return "Pad nonzero"
-    if node.op_type == "LeakyRelu" and abs(attributes(node).get("alpha", 0.01)) > 1:
+    if op_type == "LeakyRelu" and abs(attributes(node).get("alpha", 0.01)) > 1:
         return "LeakyRelu steep"
-    return node.op_type
+    return op_type
 
 
 def _operand_range(
@@ -314,7 +313,7 @@ def _product(
 
 def _clip_limit(tensor_ranges: TensorRanges, node: onnx.NodeProto) -> float:
     """Return the largest |x| that a Clip passes; inf for any other node."""
-    if node.op_type != "Clip":
+    if standard_type(node) != "Clip":
         return math.inf
     low = tensor_ranges.graph.scalar(optional_input(node, 1))
     high = tensor_ranges.graph.scalar(optional_input(node, 2))
