@@ -22,7 +22,8 @@ from deploy.errors import CacheError, ConfigError, ModelError
 from deploy.feed.preprocess import Preprocess
 from deploy.method import Method
 from deploy.metrics.output_form import derive_from_first
-from deploy.report.documents import read_report
+from deploy.report.documents import read_report, to_markdown
+from deploy.report.screen import to_screen
 from deploy.tuning.search_options import Tuning
 from deploy.tuning.search_samples import GrowingComparison
 from tests.models import build_net, make_model, save_fixed_batch, save_net
@@ -328,6 +329,10 @@ def test_bad_evaluation_image_skips_its_label(build_small, pictures, tmp_path):
     report = build_small(eval_images=tmp_path / "held.txt", skip_bad=True)
     assert report.engines[1].accuracy.samples == 20
     assert report.engines[1].accuracy.top1_reference is not None
+    (reason,) = report.feed.evaluation_skipped
+    assert "bad.png" in reason
+    assert "1 evaluation image" in to_screen(report)
+    assert f"Skipped evaluation image: {reason}" in to_markdown(report)
 
 
 @pytest.mark.parametrize(

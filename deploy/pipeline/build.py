@@ -410,7 +410,8 @@ def _measure(
         elif shared_count:
             calibrated_text = f"{shared_count} of {evaluation.count} calibrated"
     notes = (*build.notes, *figures.notes, *_evaluation_notes(build, calibration, shared_count))
-    return replace(figures, notes=notes, calibrated=calibrated_text)
+    skipped = () if evaluation is None else evaluation.skipped
+    return replace(figures, notes=notes, calibrated=calibrated_text, skipped=skipped)
 
 
 def _measure_on_images(

@@ -66,6 +66,7 @@ class Figures:
         decodes: number of images decoded for the evaluation only.
         evaluation: the evaluation pass: its inferences, and the samples worth showing.
         calibrated: how many of the evaluation images calibrated, as text; "" for none.
+        skipped: why evaluation images were skipped.
     """
 
     engines: tuple[EngineRow, ...]
@@ -77,6 +78,7 @@ class Figures:
     decodes: int = 0
     evaluation: EvaluationResult = field(default_factory=EvaluationResult)
     calibrated: str = ""
+    skipped: tuple[str, ...] = ()
 
 
 def measure_engines(

@@ -104,7 +104,7 @@ def write_report(
     report = Report(
         title=f"calib8: {loaded.name} in {' and '.join(precisions)} for {target_names}",
         model=model_part(loaded, path=_final_path(saved_model, stage)),
-        feed=feed_part(feed, calibration.images),
+        feed=replace(feed_part(feed, calibration.images), evaluation_skipped=figures.skipped),
         calibration=_calibration_part(calibration, results),
         targets=targets,
         engines=engine_rows(

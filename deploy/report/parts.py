@@ -56,6 +56,7 @@ class FeedPart:
         preprocess: option -> its value.
         prepared: the preprocessing as text.
         skipped: unreadable files, each with the reason.
+        evaluation_skipped: likewise, of the evaluation images of a build.
         digest: of the samples, hexadecimal.
         pictures: a few samples as pictures.
     """
@@ -65,6 +66,7 @@ class FeedPart:
     preprocess: Mapping[str, object] = field(default_factory=dict)
     prepared: str = ""
     skipped: tuple[str, ...] = ()
+    evaluation_skipped: tuple[str, ...] = ()
     digest: str | None = None
     pictures: PicturesPart | None = None
 

@@ -223,6 +223,11 @@ def _decision_lines(report: Findings) -> Iterator[str]:
         if report.feed.prepared:
             text += f": {report.feed.prepared}"
         yield from entry("Images", text)
+        reasons = report.feed.evaluation_skipped
+        if reasons:
+            more = "; ..." if len(reasons) > 1 else ""
+            count_text = counted(len(reasons), "evaluation image")
+            yield from entry("Skipped", f"{count_text}: {reasons[0]}{more}")
     if report.calibration:
         yield from entry("Calibration", calibration_text(report))
         agreement = report.calibration.agreement  # of the ranges of two halves of the images

@@ -193,6 +193,8 @@ def _calibration_facts(report: Findings) -> Iterator[str]:
                 yield f"{name}: {value}"
         for text in feed.skipped:
             yield f"Skipped: {text}"
+        for text in feed.evaluation_skipped:
+            yield f"Skipped evaluation image: {text}"
 
 
 def _search(report: Findings) -> Sections:
