@@ -124,6 +124,12 @@ def test_custom_domain_sets_no_bound(nodes, op_type):
     assert "t" not in find_bounds(net)
 
 
+def test_gelu_of_onnxruntime_has_its_floor():
+    net = model("y = Gelu (t)")
+    set_domain(net, "Gelu", "com.microsoft")
+    assert find_bounds(net)["t"] == (-4, math.inf)
+
+
 def test_clamped_histogram_equals_clamped_values():
     x = np.random.default_rng(1).normal(scale=5, size=20_000).astype(np.float32)
     h, want = Histogram(), Histogram()

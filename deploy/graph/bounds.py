@@ -65,7 +65,7 @@ _UNBOUNDED: Bounds = (-math.inf, math.inf)
 _UNREAD: Bounds = (math.inf, -math.inf)  # of an unread tensor: any bounds are looser
 SIGMOID: Bounds = (-8.0, 8.0)
 _SMOOTH_BOUNDS: dict[str, Bounds] = {"Sigmoid": SIGMOID, "Tanh": (-4.0, 4.0), "Erf": (-3.0, 3.0)}
-_FLOOR_BY_OP_TYPE = {"HardSwish": -3.0, "Gelu": -4.0}
+_FLOOR_BY_OP_TYPE = {"HardSwish": -3.0, "Gelu": -4.0, "com.microsoft.Gelu": -4.0}
 _AMPLIFIES = frozenset({"Log", "Reciprocal", "Sqrt"})
 VALUE_MOVES = frozenset(
     {"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Slice", "Gather", "Split"}
