@@ -53,6 +53,15 @@ def test_one_tensor_without_a_scale(small_net):
         write_qdq(model, analyse(model, ONNXRUNTIME), {})
 
 
+def test_folder_with_one_unfed_file(tmp_path):
+    for name in ("a.png", "b.heic", "c.npy"):
+        (tmp_path / name).touch()
+    arrays_note, unsupported_note = resolve_files(tmp_path).notes
+    assert "1 file of arrays" in arrays_note
+    assert "is not fed" in arrays_note
+    assert "is 1 picture" in unsupported_note
+
+
 def test_one_infinite_value():
     histogram = Histogram()
     histogram.observe(np.array([1, np.inf], np.float32))

@@ -177,8 +177,8 @@ def read_labels(path: Path | str) -> FileList | Annotations | str:
         is_header = number == 1 and len(columns) > 1
         if columns and not is_header:
             raise FeedError(
-                f"a label is a class number, line {number} of {path} ends in other text;"
-                " number the classes from 0, as the model's outputs are"
+                f"a label is a class number after a space or a comma, line {number} of {path} ends"
+                " in other text; number the classes from 0, as the model's outputs are"
             )
     return labelled_files
 

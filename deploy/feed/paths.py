@@ -275,9 +275,12 @@ def _resolve_folder(folder: Path) -> SourceFiles:
     notes = []
     folder_name = printable_name(folder.name or folder)  # "/" and "." have no name
     if images and arrays:
-        notes.append(f"{len(arrays)} files of arrays among the images of {folder_name} are not fed")
+        predicate = "is" if len(arrays) == 1 else "are"
+        array_text = f"{counted(len(arrays), 'file')} of arrays"
+        notes.append(f"{array_text} among the images of {folder_name} {predicate} not fed")
     if unsupported_images:
-        notes.append(f"in {folder_name} are {_describe_unsupported(unsupported_images)}")
+        predicate = "is" if len(unsupported_images) == 1 else "are"
+        notes.append(f"in {folder_name} {predicate} {_describe_unsupported(unsupported_images)}")
     return SourceFiles(FileList(folder, images or arrays), folder_name, folder, tuple(notes))
 
 
