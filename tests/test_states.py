@@ -187,15 +187,21 @@ def test_search_compares_models_with_own_states():
 
 
 @pytest.mark.parametrize("names", [STATES, {"p": "q", "m": "n"}])
-def test_bench_feeds_states_of_first_engine(names, run, tmp_path):
-    model, engine = (save_net(tracker(names), tmp_path / f"{name}.onnx") for name in "ab")
-    images = save_sequences(tmp_path / "c", sequences([3]))
-    options = [] if names == STATES else [f"--state={state}={names[state]}" for state in names]
-    report = tmp_path / "r.json"
-    options += ["--against", model, "--images", images, "--duration", 0, "--json", report]
-    run.ok("bench", engine, *options)
+def test_bench_compares_models_with_own_states(names, run, tmp_path):
+    model, arrays = save_net(tracker(names), tmp_path / "a.onnx"), sequences([5, 4])
+    changed = tracker(names)
+    weight = next(tensor for tensor in changed.graph.initializer if tensor.name == "u")
+    values = onnx.numpy_helper.to_array(weight) * np.float32(1.1)
+    weight.CopyFrom(onnx.numpy_helper.from_array(values, "u"))
+    engine = save_net(changed, tmp_path / "b.onnx")
+    images, report = save_sequences(tmp_path / "c", arrays), tmp_path / "r.json"
+    states = [] if names == STATES else [f"--state={state}={names[state]}" for state in names]
+    options = ("--images", images, *states, "--duration", 0, "--json", report)
+    run.ok("bench", engine, "--against", model, *options)
     (_, row) = json.loads(report.read_text())["engines"]
-    assert row["accuracy"]["samples"] == 3
+    figures = {output["name"]: output["sqnr_db"] for output in row["accuracy"]["outputs"]}
+    expected = sqnr_of_sequences(model, engine, arrays, names)
+    assert figures["y"] == pytest.approx(expected, abs=0.01)
 
 
 @pytest.mark.slow

@@ -233,7 +233,7 @@ def _open_images(
     return dataset.open(
         mark_batch_axes(input_specs, session.outputs),
         metadata_preprocess=_find_metadata_preprocess(engines.values()),
-        # of a recurrent model, all engines are fed the states of the first, as by `compare`
+        # a recurrent model: latency is measured with the states of the first engine
         recurrence=Recurrence(
             inputs=tuple(session.inputs),
             outputs=tuple(spec.name for spec in session.outputs),

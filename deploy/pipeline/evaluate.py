@@ -224,14 +224,19 @@ def find_stored_outputs(
 def compare_sessions(
     reference: Session, candidate: Session, feed: Feed, metric: Metric | None = None
 ) -> Accuracy:
-    """Run two sessions over all samples, one after the other; return the candidate's accuracy."""
+    """Run two sessions over all samples, one after the other; return the candidate's accuracy.
+
+    If the model feeds itself states, the candidate gets those that it computed itself.
+    """
+    own_states = OwnStates(feed.states, drops_ended=True)
     with phase("accuracy", len(feed), "samples") as show_progress, feed.samples() as samples:
         output_form, reference_pairs = derive_from_first(
             ((sample, reference.run(sample)) for sample in samples), metric
         )
         comparison = Comparison(output_form)
-        for sample, reference_outputs in reference_pairs:
-            outputs = candidate.run(sample)
+        for number, (sample, reference_outputs) in enumerate(reference_pairs, 1):
+            sequence = feed.sequence_of(feed.sample_key(number)) if feed.states else 0
+            outputs = own_states.run(candidate, sample, sequence)
             comparison.add(sample, reference_outputs, outputs, count=feed.unpadded_count)
             show_progress()
     return comparison.result()
