@@ -8,6 +8,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 
+import calib8
 from deploy.calibration.reference_outputs import make_evaluation_set
 from deploy.errors import ConfigError, FeedError
 from deploy.feed.calibrator import CalibratorScript
@@ -202,6 +203,21 @@ def test_bench_compares_models_with_own_states(names, run, tmp_path):
     figures = {output["name"]: output["sqnr_db"] for output in row["accuracy"]["outputs"]}
     expected = sqnr_of_sequences(model, engine, arrays, names)
     assert figures["y"] == pytest.approx(expected, abs=0.01)
+
+
+def test_explain_gives_int8_its_own_states(run, tmp_path):
+    model = save_net(tracker(), tmp_path / "net.onnx")
+    frames = sequences([12])
+    images, out = save_sequences(tmp_path / "c", frames), tmp_path / "out"
+    run.ok("build", model, "--images", images, "--out", out, "--effort", 0, "--duration", 0)
+    (target,) = calib8.explain(out, images=images).targets
+    _, float_results = run_sequence(model, frames[0])
+    _, int8_results = run_sequence(out / "net.int8.onnx", frames[0])
+    for image in target.held.images:
+        step = int(image.name.split()[1])
+        noise = int8_results[step] - float_results[step]
+        sqnr = 10 * np.log10(np.square(float_results[step]).sum() / np.square(noise).sum())
+        assert image.sqnr_db <= sqnr + 0.05  # that of y, unless another output is worse
 
 
 @pytest.mark.slow

@@ -35,6 +35,7 @@ from deploy.feed.parallel import Sample, run_in_order
 from deploy.feed.preprocess import PreprocessRequest
 from deploy.feed.samples import Feed
 from deploy.feed.sampling import Limit
+from deploy.feed.states import OwnStates
 from deploy.frontends import LoadedModel
 from deploy.frontends.onnx_reader import read_model
 from deploy.machine import worker_threads
@@ -92,10 +93,15 @@ def _run_images(
         samples_with_outputs = ((sample, run_float_model(sample)) for sample in samples)
         output_form, _ = derive_from_first(samples_with_outputs, metric)
     worst_images = _WorstImages(output_form, feed.names)
+    # a recurrent model is fed the states of its step before, so that one step runs after the other
+    own_states = OwnStates(feed.states, drops_ended=True)
+    if feed.states:
+        threads = 1
 
-    def run_models(_worker: int, _number: int, sample: Sample) -> tuple[Outputs, Outputs, Outputs]:
+    def run_models(_worker: int, number: int, sample: Sample) -> tuple[Outputs, Outputs, Outputs]:
         """Return (inputs, float outputs, int8 outputs) of a sample."""
-        int8_outputs = _select(int8_session.run(sample), output_names)
+        sequence = feed.sequence_of(feed.sample_key(number)) if feed.states else 0
+        int8_outputs = _select(own_states.run(int8_session, sample, sequence), output_names)
         return sample, run_float_model(sample), int8_outputs
 
     with phase("running images", len(feed), "samples") as show_progress, feed.samples() as samples:
