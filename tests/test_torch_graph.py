@@ -898,3 +898,13 @@ def test_channels_last_is_exported_as_usual(is_model_last, example):
     last_example = example.contiguous(memory_format=torch.channels_last)
     exported = to_onnx(net, [last_example])
     assert [node.op_type for node in exported.graph.node] == operators
+
+
+class UserNorm(nn.BatchNorm2d):
+    """A user's subclass with the forward of BatchNorm."""
+
+
+def test_subclass_of_norm_is_traced_whole():
+    model = nn.Sequential(nn.Conv2d(1, 2, 1), UserNorm(2)).eval()
+    names = [node.target for node in trace(model).graph.nodes if node.op == "call_module"]
+    assert names == ["0", "1"]

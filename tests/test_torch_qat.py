@@ -202,7 +202,7 @@ def test_unfit_checkpoint_is_refused(small, tmp_path, wording):
         ({"inputs": 3}, errors.FeedError, "got int"),
         ({"calibration": 3}, errors.FeedError, "got int"),
         ({"batches": 3}, errors.FeedError, "got int"),
-        ({"batches": lambda: []}, errors.FeedError, "what gives the feed .*argument"),
+        ({"batches": lambda: []}, errors.FeedError, "batches of the task .*argument"),
         (
             {"batches": lambda epoch: (1 / number for number in range(2))},
             errors.FeedError,

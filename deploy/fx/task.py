@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from deploy.feed.feed import FeedSource, open_feed
 from deploy.feed.loaders import iterate_items
 from deploy.feed.preprocess import PreprocessRequest
 from deploy.feed.sampling import Limit
+from deploy.files.usercode import wrap_user_errors
 from deploy.fx.capture import example_tensors
 from deploy.fx.convert import CustomClasses
 from deploy.fx.plain_copy import unwrap
@@ -96,8 +96,10 @@ class Task:
         Raises:
             FeedError: a batch is no pair of inputs and label, or the user's code failed.
         """
-        # `iterate_items` calls it, which turns the user's errors into a FeedError
-        batches = partial(self.batches, epoch) if callable(self.batches) else self.batches
+        batches = self.batches
+        if callable(batches):
+            with wrap_user_errors("batches of the task", error=FeedError):
+                batches = batches(epoch)
         items, _has_end = iterate_items(batches)
         for batch in items:
             is_sequence = isinstance(batch, tuple | list)

@@ -112,8 +112,12 @@ class LeafTracer(ClassKeepingTracer, fx.Tracer):
         return root_fn, [self.root, *inputs]
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Return whether a module is a chosen leaf, a frozen norm or a module of torch.nn."""
-        is_kept = self._is_chosen(m, module_qualified_name) or is_frozen_norm(m)
+        """Return whether a module is a chosen leaf, a norm with torch's forward, or of torch.nn.
+
+        The forward of a BatchNorm checks its input's rank, which is not known here.
+        """
+        has_norm_forward = getattr(type(m), "forward", None) is nn.BatchNorm2d.forward
+        is_kept = self._is_chosen(m, module_qualified_name) or is_frozen_norm(m) or has_norm_forward
         return is_kept or bool(super().is_leaf_module(m, module_qualified_name))
 
     def _is_chosen(self, m: nn.Module, name: str) -> bool:
