@@ -223,6 +223,12 @@ def test_hugging_face_processors_are_read(config, expected, tmp_path):
     assert (preprocess.color, preprocess.interpolation) == ("rgb", "area")
 
 
+def test_processor_without_resize_is_refused_by_its_flag(tmp_path):
+    config = IMAGENET | {"size": {"height": 8, "width": 8}, "do_resize": False}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(config))
+    assert "do_resize" in make_metadata(path=tmp_path / "net.onnx").reason
+
+
 def test_hugging_face_config_beside_onnx_folder(tmp_path):
     (tmp_path / "onnx").mkdir()
     config = {

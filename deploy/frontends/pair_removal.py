@@ -125,7 +125,8 @@ def prepare_qdq_model(quantized: onnx.ModelProto) -> onnx.ModelProto:
     # `complete_axes` needs inferred shapes. If it changes nothing, return the model without them:
     # the files written from it then declare no more types than the user's file.
     typed_model = infer_shapes(copy_message(model))
-    return typed_model if complete_axes(typed_model) else model
+    changed_counts = complete_axes(typed_model)  # in place
+    return typed_model if changed_counts else model
 
 
 def _remove_clips_of_codes(model: onnx.ModelProto) -> None:

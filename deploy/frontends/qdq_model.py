@@ -264,7 +264,7 @@ def _read_layers(
                 _check_pairs_around(qdq_node, qdq_graph, nodes_with_output_pair)
                 continue
             scales = _read_weight_scales(qdq_node, qdq_graph)
-            if scales is not None:  # the node runs in int8 in any case
+            if scales is not None:  # without symmetric 8-bit scales, the node is int8 all the same
                 weight_scales[node.name] = scales
         except UnfitError as error:
             float_reasons[node.name] = str(error)

@@ -201,10 +201,11 @@ def _read_resize_and_crop(data: Mapping[str, Any], kind: str) -> Preprocess:
     Raises:
         ConfigError: it resizes in another way.
     """
+    if not _read_flag(data, "do_resize", True):
+        raise ConfigError("it must resize the picture, got do_resize false")
     resample = parse_number(data.get("resample", _BILINEAR), "resample")
-    is_known_resample = resample in range(len(_INTERPOLATION_BY_RESAMPLE))
-    if not _read_flag(data, "do_resize", True) or not is_known_resample:
-        raise ConfigError(f"it must resize, by one of Pillow's ways, got resample {resample:g}")
+    if resample not in range(len(_INTERPOLATION_BY_RESAMPLE)):
+        raise ConfigError(f"it must resize by one of Pillow's ways, got resample {resample:g}")
     preprocess = Preprocess(interpolation=_INTERPOLATION_BY_RESAMPLE[int(resample)])
 
     size = data.get("size")
