@@ -1,7 +1,9 @@
 """CONTRIBUTING's recipes as patches: a toy target and a toy search, used from the command line.
 
 What a newcomer writes is tests/recipes/*.patch and nothing else: one file and one row each. They
-are applied to a copy of the packages, whose imports must still keep to the floors.
+are applied to a copy of the packages, whose imports must still keep to the floors. The context of a
+row is only the line above it (`git apply --unidiff-zero`), so that a patch fits beside rows that
+are added later.
 """
 
 import json
@@ -34,7 +36,7 @@ def patched_tree(tmp_path_factory) -> Path:
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "setup.cfg", copy)
     for patch in RECIPES:
-        run(["git", "apply", "--whitespace=nowarn", str(patch)], copy)
+        run(["git", "apply", "--unidiff-zero", "--whitespace=nowarn", str(patch)], copy)
     return copy
 
 
@@ -90,6 +92,16 @@ def test_toy_target_builds_with_toy_search(toy_build):
     (toy,) = [row for row in json.loads(report)["engines"] if row.get("target") == "toy"]
     assert toy["accuracy"]["samples"] == 20
     assert toy["accuracy"]["outputs"][0]["cosine_mean"] > 0.9
+
+
+def test_toy_builds_from_qdq_model(patched_tree, toy_build):
+    arguments = ("--target", "toy", "--effort", 0, "--duration", 0, "--out", "again")
+    calib8(patched_tree, "build", toy_build / "fashion.toy.onnx", *arguments)
+    engine = json.loads((toy_build / "fashion.toy").read_text())
+    rebuilt = json.loads((patched_tree / "again/fashion.toy.toy").read_text())
+    assert rebuilt["scales"].keys() == engine["scales"].keys()
+    (toy,) = json.loads((patched_tree / "again/report.json").read_text())["targets"]
+    assert any("the toy's are uint8" in note for note in toy["notes"])
 
 
 def test_second_build_reuses_the_cache(patched_tree, toy_build):

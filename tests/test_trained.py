@@ -79,7 +79,7 @@ def build_model(run, images_file, tmp_path):
         return (
             out,
             report,
-            {target["name"]: " ".join(target["notes"]) for target in report["targets"]},
+            {target["name"]: " ".join(target.get("notes", ())) for target in report["targets"]},
         )
 
     return build
