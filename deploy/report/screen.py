@@ -371,8 +371,10 @@ def speed_texts(report: Findings) -> Iterator[str]:
         if alternative is not None:
             # `time` of both splits comes from the search, `speed` may be measured
             alternative_speed = figures.ratio(speed * built_split.time / alternative.time)
+            built_accuracy = _accuracy_text(built_split, alternative)
             accuracy = _accuracy_text(alternative, built_split)
-            text += f"; {alternative_speed} with {accuracy}: --split {alternative.number}"
+            text += f" with {built_accuracy}; {alternative_speed} with {accuracy}"
+            text += f": --split {alternative.number}"
         elif measured_speed or is_mere_assumption:
             continue  # the speed alone tells nothing new: the table of engines shows a measured one
         if len(report.targets) > 1:
@@ -400,15 +402,15 @@ def _expected_speed(target: TargetPart, built_split: SplitRow) -> tuple[float, s
     return speed, f"about {figures.ratio(speed)} FP32 ({source})"
 
 
-def _accuracy_text(split: SplitRow, built_split: SplitRow) -> str:
-    """Return the accuracy of a split, as far as it differs from that of the built split."""
+def _accuracy_text(split: SplitRow, other_split: SplitRow) -> str:
+    """Return the accuracy of a split in the terms in which it differs from the other split's."""
     # figure and level are "" for a split that was not judged: then only SQNR can be compared
-    has_figures = split.figure and built_split.figure
-    has_levels = split.level and built_split.level
+    has_figures = split.figure and other_split.figure
+    has_levels = split.level and other_split.level
     text = split.figure
-    if not has_figures or split.figure == built_split.figure:
+    if not has_figures or split.figure == other_split.figure:
         text = figures.decibels(split.sqnr_db)
-    if has_levels and split.level != built_split.level:
+    if has_levels and split.level != other_split.level:
         text += f" ({split.level})"
     return text
 
