@@ -130,7 +130,7 @@ def test_stopped_runs_refuse_until_continued(monkeypatch):
     feed = {"x": np.ones(1, np.float32)}
     session = OrtSession.open(model)
     load = onnxruntime.InferenceSession
-    bound = session.bind_outputs({"y": ((1,), np.dtype(np.float32))})
+    bound = ort.BoundSession(session, {"y": ((1,), np.dtype(np.float32))})
 
     def stop_and_load(*args, **options):
         ort.stop_runs(math.inf)

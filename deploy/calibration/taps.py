@@ -77,7 +77,7 @@ class BufferedSession:
                 if not self._is_trimmed:
                     trim_memory()  # of the runs without buffers; once, since it takes time
                 self._is_trimmed = True
-                self._bound = self._session.bind_outputs(self._output_forms)
+                self._bound = BoundSession(self._session, self._output_forms)
             self._bound.run(sample)
         except BackendError:  # such as an output whose shape depends on the sample's values
             self._can_bind = False

@@ -331,8 +331,7 @@ class OrtSession(CpuSession):
         disabled_optimizers: Sequence[str] = ()
         if not int8_kernels or breaks_int8_kernels(model):
             options.add_session_config_entry("session.disable_quant_qdq", "1")
-            # not only for a model that is known to have fp8 pairs, which these optimizers break: a
-            # file is not looked into here
+            # they break fp8 pairs, which a file may have too: it is not looked into here
             disabled_optimizers = _FP8_BREAKING_OPTIMIZERS
 
         _LOADING_OPTIONS.add(options)  # so that a signal can cancel the loading
@@ -362,28 +361,17 @@ class OrtSession(CpuSession):
             return f"{message}; only Ascend's atc reads it, so give its fake-quant model"
         return message
 
-    def bind_outputs(self, output_forms: Mapping[str, ArrayForm]) -> BoundSession:
-        """Prepare runs on samples of one shape that write the outputs to the same memory.
-
-        Args:
-            output_forms: output -> its shape and dtype.
-
-        Raises:
-            BackendError: a dtype that cannot be bound.
-        """
-        return BoundSession(self._session, output_forms)
-
 
 class BoundSession:
     """Runs that write their outputs to the same memory each time; for one thread at a time.
+
+    They are runs of one session, on samples of one shape.
 
     Attributes:
         outputs: name -> array of the last run.
     """
 
-    def __init__(
-        self, session: onnxruntime.InferenceSession, output_forms: Mapping[str, ArrayForm]
-    ) -> None:
+    def __init__(self, session: OrtSession, output_forms: Mapping[str, ArrayForm]) -> None:
         """Allocate memory for the outputs, and bind it, so that runs of the session write there.
 
         Args:
@@ -395,9 +383,9 @@ class BoundSession:
         """
         if any(dtype.hasobject for _, dtype in output_forms.values()):
             raise BackendError("outputs of text cannot be bound")
-        self._session = session
+        self._session = session._session
         self._options = _run_options()
-        self._binding = session.io_binding()
+        self._binding = self._session.io_binding()
         # all outputs lie in one block of memory. Each starts at a cache line, so that no vector
         # that a kernel loads crosses a line
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in output_forms.values()]
