@@ -69,7 +69,8 @@ def _merge(graph_module: fx.GraphModule, node: fx.Node) -> tuple[str, str] | Non
     larger, smaller = sorted(branches, key=_kernel_size, reverse=True)
     if larger.call.args[0] is not smaller.call.args[0]:  # they read different tensors
         return None
-    if not isinstance(larger.module, nn.Conv2d):  # so both are norms, the smallest of all
+    # a norm has the smallest kernel size: if it is the larger one, both are norms
+    if not isinstance(larger.module, nn.Conv2d):
         return None
     if is_norm(smaller.module):
         convolution = _as_convolution(smaller.module, larger.module.groups)

@@ -241,9 +241,10 @@ def _export_and_lift(model: nn.Module, inputs: Sequence[Any]) -> fx.GraphModule:
     repeated_inputs = pytree.tree_map(repeat_single_sample, tuple(inputs))
     try:
         program = _export(model, repeated_inputs, is_batch_dynamic=True)
-        # else the model fixed the batch to 2 of `repeated_inputs`; it is fixed to `inputs`' below
         if _has_dynamic_batch(program, inputs):
             return lift_program(program, model, inputs)
+        # The model fixed the batch to the size that it had, 2 after the repetition. So it is
+        # exported again, with the batch that the user gave.
     except Exception as error:  # anything from torch.export or the user's model
         dynamic_error = error
 

@@ -279,8 +279,9 @@ def _record_pass(
 ) -> tuple[Recorders, int]:
     """Run a model for all batches and record its tensors; return (recorders, number of runs).
 
-    `lead_recorders`: module -> its recorder of `statistic.lead`, from an earlier pass, with whose
-    range a recorder of this pass starts. Empty if the statistic has no lead.
+    `lead_recorders`: module -> its recorder of an earlier pass over the first samples (the lead). A
+    recorder of this pass starts with the range that this one found. Empty if the statistic needs no
+    initial range.
     """
     recorders: Recorders = {}
     record_hook = partial(_record, recorders, statistic, lead_recorders)

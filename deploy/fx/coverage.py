@@ -137,16 +137,16 @@ def _find_float_weights(
     weight_names = []
     module_reads_weight = False  # as a layer does; else only the graph reads its weights
     for parameter_name, parameter in module.named_parameters(recurse=False):
-        if parameter.dim() < 2:
-            continue
-        if id(parameter) not in used_as_weight_by_id:  # no graph reads it, so the module does
+        # no graph reads some of the parameters: the module reads these, as weights
+        used_as_weight = used_as_weight_by_id.get(id(parameter), True)
+        if used_as_weight and parameter.dim() >= 2:
             weight_names.append(parameter_name)
-            module_reads_weight = True
-        elif used_as_weight_by_id[id(parameter)]:
-            weight_names.append(parameter_name)
+            module_reads_weight |= id(parameter) not in used_as_weight_by_id
     if not weight_names:
         return []
-    if module_reads_weight or layer_class.__module__.startswith("torch.nn."):
+    # users know a layer of torch.nn by its name, even if it became a function of the graph
+    is_torch_layer = layer_class.__module__.startswith("torch.nn.")
+    if module_reads_weight or is_torch_layer:
         return [(name or "the model itself", layer_class.__name__)]
     return [(f"{name}.{weight}".lstrip("."), "Parameter") for weight in weight_names]
 

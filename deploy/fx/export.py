@@ -302,7 +302,7 @@ class ExportAgreement(PrintedResult):
         return None if self.depends_on_input else CONSTANT_OUTPUT
 
     def to_screen(self) -> str:
-        """Return one line: batches, share of equal arg-max, difference, also in int8 steps."""
+        """Return one line: batches, share of equal arg-max, difference (in int8 steps: `codes`)."""
         text = f"onnxruntime against torch on {self.samples} samples"
         if self.batches:
             text += f" in batches of {' and '.join(map(str, self.batches))}"
@@ -364,9 +364,11 @@ def compare_with_torch(
             varies_within_sample.append(varies)
 
     max_difference = float(np.max(differences))  # NaN if one is, which `max` may lose
+    # an int8 step of the output; of several outputs it is not known which one has the last step
     step = _last_step(model) if len(torch_outputs) == 1 else None
-    # a constant output may vary within a sample: that counts only if no batch has several samples
-    depends_on_input = any(varies_between_samples or varies_within_sample)
+    # outputs that vary within a sample may be constants: they count only if no batch has several
+    # samples to compare
+    varies_in_batch = varies_between_samples or varies_within_sample
     has_same_argmax = np.concatenate(same_argmax)
     row_count = len(has_same_argmax)
     return ExportAgreement(
@@ -376,7 +378,7 @@ def compare_with_torch(
         argmax=int(has_same_argmax.sum()) / row_count if row_count else 1.0,
         codes=None if step is None else max_difference / step,
         batches=tuple(sorted({*sample_counts})),
-        depends_on_input=depends_on_input,
+        depends_on_input=any(varies_in_batch),
         argmax_rows=row_count,
     )
 

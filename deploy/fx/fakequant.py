@@ -75,10 +75,11 @@ class _LsqRound(torch.autograd.Function):
         """Return x rounded to multiples of `scale`, within the limits; arguments as `lsq_round`."""
         # n and p of the formulas in the module's docstring: the clip range in steps from a real 0
         low, high = (limit - zero.to(x.dtype) for limit in limits)
-        # half of the steps or more lie above 0; symmetric int8, -128 to 127, counts as such
-        is_mostly_positive = high >= (limits[1] - limits[0]) // 2
-        larger = torch.where(is_mostly_positive, high, -low)  # p, or -n for a range mostly below 0
-        scale_grad_factor = torch.rsqrt(shared * larger)  # 1 / sqrt(N * p) of the formulas
+        # p of the gradient's factor is `high`; or, for a range mostly below 0, -n. The division
+        # rounds down, so that -128 to 127 is not mostly below 0
+        is_mostly_below = high < (limits[1] - limits[0]) // 2
+        step_count = torch.where(is_mostly_below, -low, high)
+        scale_grad_factor = torch.rsqrt(shared * step_count)  # 1 / sqrt(N * p) of the formulas
         ctx.save_for_backward(x, scale, low, high, scale_grad_factor)
         return torch.round(x / scale).clamp(low, high) * scale
 
@@ -142,9 +143,8 @@ class FakeQuant(nn.Module):
         super().__init__()
         self.grid = grid
         self.name = name
-        # what a forward does: update the moving averages, round
-        self.observe = False
-        self.enabled = False
+        self.observe = False  # whether a forward updates the moving averages
+        self.enabled = False  # whether a forward rounds
         # where the range, lo to hi, comes from: `deploy.fx.prepare` and `convert` set it
         self.saturation_limits: RangeLimits | None = None
         self.range_monitors: list[nn.Module] = []
@@ -158,7 +158,7 @@ class FakeQuant(nn.Module):
         self.register_buffer("hi", torch.zeros(()))
         self.register_buffer("scale", torch.ones(()))
         self.register_buffer("zero_point", torch.zeros((), dtype=torch.int32))
-        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))  # number of batches
 
     def set_range(self, scale: np.float32, zero_point: int) -> None:
         """Set scale and zero point; moving averages start from them."""

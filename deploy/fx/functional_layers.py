@@ -126,7 +126,8 @@ class _Rewriter:
         # name -> value, or for a tensor its name in the model, such as "fc.weight"
         options: Any = fx.node.map_arg(arguments, lambda tensor: str(tensor.target))
         if kind is nn.Linear and self._is_name_taken(name, options):
-            # the weight's owner has another linear already: name this one after its weight
+            # another linear with a weight of the same owner has this name: put the name of this
+            # one's weight in front of the suffix
             layer_suffix = name.rpartition(".")[2]
             name = f"{options['weight']}_{layer_suffix}"
         if self._is_name_taken(name, options):

@@ -166,9 +166,9 @@ class OpaqueStandIn(nn.Module):
         total = torch.stack(sums).sum()
 
         def expand_total(output: Any) -> Any:
-            # a scalar; or no tensor, such as a size: any value will do, as no node reads a tensor
-            is_tensor = isinstance(output, TensorMetadata)
-            if not is_tensor or not output.shape:
+            # No node reads a tensor from an output that is none, such as a size: it may have any
+            # value. The total itself is a scalar.
+            if not isinstance(output, TensorMetadata) or not output.shape:
                 return total
             size, *sizes = output.shape
             if size == self.batch_size:  # the batch, which may be dynamic

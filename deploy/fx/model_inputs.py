@@ -99,7 +99,8 @@ def match_arguments(model: nn.Module, names: Sequence[str]) -> tuple[list[str], 
     arguments = _keyword_names(model)
     ordered_names = [name for name in arguments if name in names]
     ordered_names += [name for name in names if name not in arguments]
-    return ordered_names, _find_dict_argument(model, ordered_names)
+    dict_argument = _find_dict_argument(model, ordered_names)  # refuses the names that do not fit
+    return ordered_names, dict_argument
 
 
 def input_names(model: nn.Module) -> tuple[str, ...] | None:
@@ -285,7 +286,7 @@ def split_item(model: nn.Module, item: Any) -> tuple[list[torch.Tensor], list[st
         }
         names = _names_of_inputs(model, array_by_name)
         inputs = [array_by_name[name] for name in names]
-        needed_count = 1  # which ones, and how many more, is checked by `match_arguments`
+        needed_count = 1  # an input at all: whether more are missing, `match_arguments` checks
     else:
         names = []
         inputs = list(item) if _is_series(item) else [item]
@@ -295,6 +296,7 @@ def split_item(model: nn.Module, item: Any) -> tuple[list[torch.Tensor], list[st
 
     item_name = "the first item of the calibration data"
     if len(inputs) < needed_count:
+        # the arguments to name: the ones without a default, or all if each has one
         arguments = required_names or _names(_parameters(model))
         raise FeedError(
             f"{item_name} must hold the inputs of forward, {', '.join(arguments)}, got"

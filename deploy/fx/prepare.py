@@ -429,12 +429,13 @@ def _set_sources(
         tensors_by_group.setdefault(site.group, []).append(site.tensor)
 
     for group, tensors in tensors_by_group.items():
-        quantizer = observers[tensors[0]]
+        quantizer = observers[tensors[0]]  # the tensors of a group share it
         sources = placement.sources[group]
         quantizer.saturation_limits = widest_limits(limits for _, limits in sources)
-        # Without monitors, the quantizer observes its own tensors. There are no sources to monitor
-        # if all are inside of calls of modules.
-        if sources and [node for node, _ in sources] != tensors:
+        # A quantizer without monitors observes the tensors that it quantizes. So it does if these
+        # are the sources; or if there are none, since each is inside the call of a module.
+        observed_tensors = [node for node, _ in sources] or tensors
+        if observed_tensors != tensors:
             insert_monitors(graph_module, quantizer, sources)
 
 
@@ -488,7 +489,8 @@ def _replace_custom(
         observed_module = observed_class.from_float(module)
         if not hasattr(observed_module, "activation_post_process"):  # torch's name for an observer
             if node not in observers:  # the plan leaves the tensor in float
-                # for all its readers (None); no other site is in its group, so the scale is new
+                # readers=None are all of them; sites with the same group would share the scale, so
+                # a single one may have any group
                 site = QuantizationSite(tensor=node, readers=None, group="")
                 observers |= _insert_observers(graph_module, [site], grid)
             observed_module.activation_post_process = observers[node]

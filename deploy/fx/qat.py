@@ -308,7 +308,7 @@ def _check_options(task: Task) -> None:
             raise ConfigError(f"{name} must be a number, 0 or more, got {value!r}")
     if not isinstance(task.amp, bool):
         raise ConfigError(f"amp must be True or False, got {task.amp!r}")
-    check_names(distil=task.distil)  # it is a list; its pairs are checked here
+    check_names(distil=task.distil)  # refuses what is no list; the entries must be pairs besides
     for pair in task.distil:
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise ConfigError(f"distil takes pairs (student's, teacher's), got {pair!r}")

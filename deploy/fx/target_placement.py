@@ -230,30 +230,38 @@ class _PlanMapper:
             reader: graph node that may read the tensor, itself or, as the conv, through nodes that
                 its ONNX node includes or leaves out.
         """
-        tensor_by_node = self.exported.tensors
         for source in reader.all_input_nodes:
-            # integers, such as a size, have no scale; a node of several outputs has no single type
-            if not is_float(source) and not _has_several_outputs(source):
-                continue
-            if source not in tensor_by_node:  # the pad: it reads the tensor if there are edges
-                edges_before_source = list(self._find_edges(tensor, source))
-                if not edges_before_source:
-                    continue
-            elif tensor_by_node[source] == tensor:  # x, or the dropout, whose input is x
-                inputs = source.all_input_nodes
-                equal_inputs = [node for node in inputs if tensor_by_node.get(node) == tensor]
-                edges_before_source = [(node, source) for node in equal_inputs]
-            else:  # another tensor
-                continue
-            # for the other readers; a node of several outputs cannot be quantized itself
-            must_stay_float = is_float(source) and len(source.users) > 1
-            if edges_before_source and not must_stay_float:
-                yield from edges_before_source
-            else:
+            # a chunk returns a tuple of tensors: it is no float tensor, but it may read x
+            if not is_float(source) and not _returns_tensors(source):
+                continue  # integers, such as a size, have no scale
+            edges_before_source = self._edges_before(tensor, source)
+            if not edges_before_source:
+                if self.exported.tensors.get(source) == tensor:  # the source is x
+                    yield source, reader
+            elif is_float(source) and len(source.users) > 1:  # a pad or dropout with other readers
                 yield source, reader
+            else:
+                yield from edges_before_source
+
+    def _edges_before(self, tensor: str, source: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
+        """Return the edges (x, pad) or (x, dropout) of `_find_edges`; [] if the source is neither.
+
+        Args:
+            tensor: tensor of the ONNX model: x.
+            source: any graph node.
+        """
+        tensor_by_node = self.exported.tensors
+        if source not in tensor_by_node:  # as the pad, which is a part of the ONNX node
+            return list(self._find_edges(tensor, source))
+        if tensor_by_node[source] != tensor:
+            return []
+        # ONNX leaves out a dropout: x is its input and its output
+        inputs = source.all_input_nodes
+        return [(node, source) for node in inputs if tensor_by_node.get(node) == tensor]
 
 
-def _has_several_outputs(node: fx.Node) -> bool:
+def _returns_tensors(node: fx.Node) -> bool:
+    """Return whether a node whose shapes are known returns a tuple or list of tensors."""
     return isinstance(node.meta.get("tensor_meta"), tuple | list)
 
 
