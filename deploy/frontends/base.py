@@ -46,6 +46,7 @@ from deploy.frontends.onnx_reader import (
 )
 from deploy.frontends.pairs import PairGrid, PairGrids
 from deploy.frontends.plugins import CutOffNodes
+from deploy.graph.edit import copy_message
 from deploy.graph.index import PROTOBUF, runtime_inputs
 from deploy.runtimes.ort import OrtSession
 from deploy.tasks.declarations import Declaration
@@ -374,9 +375,9 @@ def _attribute_tree(attribute: onnx.AttributeProto) -> object:
         return _graph_tree(attribute.g)
     if attribute.graphs:
         return list(map(_graph_tree, attribute.graphs))
-    copy = type(attribute).FromString(attribute.SerializeToString())
-    copy.doc_string = ""  # documentation does not count
-    return copy.SerializeToString(deterministic=True)
+    undocumented = copy_message(attribute)
+    undocumented.doc_string = ""  # documentation does not count
+    return undocumented.SerializeToString(deterministic=True)
 
 
 def _tensor_tree(tensor: onnx.TensorProto) -> list[object]:

@@ -225,15 +225,16 @@ def unfold_large(graph: onnx.GraphProto, folded_by_output: Mapping[str, onnx.Nod
     for name in large_results:
         if weight_read_counts[name] == read_counts[name]:  # only layers read it, as their weight
             result_size = sizes[name] // _INT8_RATIO
-            free_tensors = set[str]()  # none: the recipe would be stored in float besides
+            free_tensors = set[str]()  # none is free, see above
         else:
             result_size = sizes[name]
-            free_tensors = available_tensors - {name}  # the recipe is to replace this result
+            free_tensors = available_tensors - {name}  # all but the result that is looked at
         recipe_outputs, recipe_constants = _find_recipe(
             name, folded_by_output, free_tensors=free_tensors
         )
         recipe_size = sum(folded_by_output[output].ByteSize() for output in recipe_outputs)
         recipe_size += sum(sizes[constant] for constant in recipe_constants)
+        # without outputs there is no recipe: the node of this result cannot be put back
         if recipe_outputs and result_size > recipe_size + _MAX_GROWTH:
             restored_outputs |= recipe_outputs
             available_tensors |= recipe_outputs | recipe_constants

@@ -205,7 +205,7 @@ def _complete_node(node: onnx.NodeProto, scope: OpsetScope, *, counts: Counter[s
         nodes = COMPLETIONS[node.op_type](copy_message(node), scope)
     except _FORM_ERRORS:  # an invalid node stays: ONNX Runtime reports what is wrong with it
         return [node]
-    # a node that did not name all axes is the last one, after those that make its new inputs
+    # a node is rewritten by giving it new inputs, and the nodes that make these come with it
     if len(nodes) == 1:
         return [node]
     counts[node.op_type] += 1
@@ -455,7 +455,8 @@ def restore_float_weights(model: onnx.ModelProto) -> str:
     dequantized, or if a dequantized weight is an output.
 
     Returns:
-        A note for the user; "" for any other model.
+        A note for the user; "" for a model without quantized weights, or that stays quantized: its
+        weights may be float nevertheless, and `checks.check_float` refuses it.
     """
     quantized_nodes = list(filter(is_quantized_node, all_nodes(model.graph)))
     if not quantized_nodes or any(node.op_type != DQ for node in quantized_nodes):

@@ -103,7 +103,8 @@ def load_onnx(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> Loa
         checks.check_opset(model)
         checks.check_float(model)
         shared_name_count = _count_shared_names(model.graph)
-        fed_weight_count = _count_fed_weights(model)  # before `_clean` takes them from the inputs
+        # weights that are inputs too, which `_clean` takes from the inputs
+        fed_weight_count = _count_fed_weights(model)
         cleaned = _clean(model, fold_batchnorm)
         # the names of tensors that calib8 adds later must be free
         renamed_tensors = free_added_names(cleaned.model.graph)
@@ -145,6 +146,7 @@ def load_onnx(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> Loa
         # ONNX Runtime lacks the pairs of this opset (`_clean` lowered it), or an operator's kernel
         was_newer=cleaned.was_newer or kernel_note != "",
     )
+    # mark whether the first dimension of an input is a batch of samples
     return loaded.with_inputs(_mark_inputs(model, inputs, outputs))
 
 
@@ -302,8 +304,8 @@ def _clean(model: onnx.ModelProto, fold_batchnorm: bool) -> _CleanedModel:
     """Return the model in float32, opset 13 or newer, for inference; `model` may change."""
     model.ir_version = max(model.ir_version, _OLDEST_IR)
     removed_count = drop_initializer_inputs(model.graph)  # IR 3 lists weights as inputs
-    notes = [
-        checks.check_optimized(model),
+    notes = [  # "" for a step that changes nothing
+        checks.check_optimized(model),  # raises, or returns a note
         _note(
             "Removed {} from the list of inputs; they are constants now.", removed_count, "weight"
         ),

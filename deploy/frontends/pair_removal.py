@@ -68,12 +68,12 @@ class StrippedModel:
 
     Attributes:
         model: the float model.
-        float_pair_count: number of pairs that a float operator, a subgraph or the user reads.
+        pairs_read_in_float: number of pairs that a float operator, a subgraph or the user reads.
         grids: tensor of the float model -> the grids of its pairs.
     """
 
     model: onnx.ModelProto
-    float_pair_count: int
+    pairs_read_in_float: int
     grids: PairGrids
 
 
@@ -118,10 +118,10 @@ def prepare_qdq_model(quantized: onnx.ModelProto) -> onnx.ModelProto:
 
     remove_identity(model.graph)
     name_nodes(model.graph)
-    _remove_clips_of_codes(model)
+    _remove_clips_of_codes(model)  # codes are the integers between the halves of a pair
     _move_quantizers(model)
-    if COMPLETIONS.keys().isdisjoint(node.op_type for node in all_nodes(model.graph)):
-        return model  # it has no node that `complete_axes` would change
+    if not any(node.op_type in COMPLETIONS for node in all_nodes(model.graph)):
+        return model  # it has no operator that `complete_axes` rewrites
     # `complete_axes` needs inferred shapes. If it changes nothing, return the model without them:
     # the files written from it then declare no more types than the user's file.
     typed_model = infer_shapes(copy_message(model))
@@ -203,8 +203,9 @@ def _move_quantizers(model: onnx.ModelProto) -> None:
         grid = find_pair_grid(quantizer, graph)
         if grid is None or not grid.is_per_tensor:
             continue
+        # a Pad is changed here: it padded codes, and is to pad floats with 0
         if node.op_type == "Pad" and not _try_to_pad_floats(node, grid, graph):
-            continue  # it pads with another value than 0, and stays between Q and DQ
+            continue  # its code stands for another value than 0: it stays between Q and DQ
         replaced_codes.add(quantizer.output[0])
         moved_quantizer = _move_behind(node, quantizer, names)
         # the next node may move it again
@@ -294,7 +295,7 @@ def remove_pairs(
         stripper.new_names.get(tensor, tensor): tuple(tensor_grids)
         for tensor, tensor_grids in stripper.grids.items()
     }
-    return StrippedModel(float_model, stripper.float_pair_count, grids)
+    return StrippedModel(float_model, stripper.pairs_read_in_float, grids)
 
 
 class _Stripper:
@@ -308,7 +309,7 @@ class _Stripper:
         self.keep_rounding = keep_rounding
         # names of the int8 layers, and of nodes that only pass values on to these
         self.int8_names = self._find_int8_names(int8_layers)
-        self.float_pair_count = 0  # see `StrippedModel`
+        self.pairs_read_in_float = 0  # see `StrippedModel`
         self.grids: dict[str, list[PairGrid]] = {}  # float tensor -> grids of its pairs
         self.non_negative: set[str] = set()  # tensors without negative values
         self.float_by_pair_output: dict[str, str] = {}  # -> tensor that its readers read instead
@@ -325,7 +326,7 @@ class _Stripper:
             output = node.output[0]
             readers = index.readers.get(output, [])
             # also left out: what the user or a subgraph reads
-            if not readers or output in index.outputs or output in index.captured:
+            if not readers or index.is_read_outside(output):
                 continue
             if all(_is_data_reader(reader, output, names) for reader in readers):
                 names.add(node.name)
@@ -387,9 +388,9 @@ class _Stripper:
         int8_readers = [
             reader for reader in readers if _is_data_reader(reader, output, self.int8_names)
         ]
-        is_read_by_user_or_subgraph = output in index.outputs or output in index.captured
-        if is_read_by_user_or_subgraph or len(int8_readers) < len(readers):
-            self.float_pair_count += 1
+        # the user, a subgraph or a float operator reads the pair
+        if index.is_read_outside(output) or len(int8_readers) < len(readers):
+            self.pairs_read_in_float += 1
             chain = self._find_chain(dequantizer, source)
             if chain:
                 # here int8 layers get the source; later `run` lets the other readers of the pair
@@ -416,7 +417,9 @@ class _Stripper:
         self._add_grid(source, dequantizer)
         is_model_output = output in self.index.outputs
         is_pair_of_calib8 = source == f"{output}/float"
-        if not is_model_output:  # `run` redirects the readers first, then it renames tensors
+        # The readers of a model output keep reading this name: the source gets it, or an Identity
+        # makes it. All other readers are redirected, by `run`, which renames tensors afterwards.
+        if not is_model_output:
             self.float_by_pair_output[output] = source
         if (is_model_output or is_pair_of_calib8) and self._can_be_renamed(source):
             self.new_names[source] = output
@@ -497,10 +500,9 @@ class _Stripper:
 
     def _can_be_renamed(self, source: str) -> bool:
         """Return whether a tensor may take the name of an output."""
-        index = self.index
-        if source in index.outputs or source in index.captured:
+        if self.index.is_read_outside(source):
             return False
-        return source in index.producer and source not in self.new_names
+        return source in self.index.producer and source not in self.new_names
 
     def _add_constant(self, preferred: str, value: float) -> str:
         """Add a float32 scalar; return its name."""

@@ -287,8 +287,8 @@ def spread_ranges(graph: Graph, ranges: Mapping[str, Scale]) -> dict[str, Scale]
         if node.op_type in _RANGE_KEEPING and keeps_range(graph, node)
     ]
     for source, output in reversed(ends):
-        # other readers of the source would read values that the output's pair does not clip; so the
-        # source gets the range only if it has no other reader
+        # The pair behind the output clips what this node reads, not what another reader of the
+        # source would read. So a source with several readers does not get the range.
         if output in all_ranges and graph.only_reader(source) is not None:
             all_ranges.setdefault(source, all_ranges[output])
     for source, output in ends:

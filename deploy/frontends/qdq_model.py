@@ -237,7 +237,7 @@ def _read_layers(
     """Read from the pairs which nodes run in int8, and with which scales of their weights.
 
     A node runs in int8 if there is a Q/DQ pair on each of its inputs and, unless it has a weight,
-    on its output. A tail (the Relu or Clip behind a node) runs as part of that node.
+    on its output. A tail (the Relu or Clip behind a node, its head) runs as part of the head.
 
     Args:
         qdq_graph: the model with pairs.
@@ -250,13 +250,12 @@ def _read_layers(
     weight_scales: dict[str, NDArray[np.float32]] = {}
     float_reasons: dict[str, str] = {}
     qdq_node_by_name = by_name(qdq_graph.nodes)
-    for node in float_graph.nodes:  # in graph order: a node comes before its tail
-        if _is_tail(node, float_graph):
-            main_node = float_graph.producer[node.input[0]]
-            if main_node.name not in float_reasons:  # the tail runs in int8 as part of this node
-                continue
+    for node in float_graph.nodes:  # in graph order: a head comes before its tail
+        head = _find_head(node, float_graph)
+        if head is not None and head.name not in float_reasons:
+            continue  # the tail runs in int8 as part of its head
         qdq_node = qdq_node_by_name.get(node.name)
-        if qdq_node is None:  # a Clip that was inserted in place of a pair
+        if qdq_node is None:  # a Clip that `remove_pairs` put in place of a pair
             float_reasons[node.name] = "it stands for the limits of a pair"
             continue
         try:
@@ -264,19 +263,19 @@ def _read_layers(
                 _check_pairs_around(qdq_node, qdq_graph, nodes_with_output_pair)
                 continue
             scales = _read_weight_scales(qdq_node, qdq_graph)
-            if scales is not None:  # without symmetric 8-bit scales, the node is int8 all the same
+            if scales is not None:  # if None, the node runs in int8 with scales found by the target
                 weight_scales[node.name] = scales
         except UnfitError as error:
             float_reasons[node.name] = str(error)
     return weight_scales, float_reasons
 
 
-def _is_tail(node: onnx.NodeProto, graph: Graph) -> bool:
-    """Whether a node is the Relu or Clip that runs as part of the node before it."""
-    if node.op_type not in TAILS:
-        return False
-    head = graph.producer.get(node.input[0])
-    return head is not None and graph.fused_output(head) == node.output[0]
+def _find_head(tail: onnx.NodeProto, graph: Graph) -> onnx.NodeProto | None:
+    """Return the node as part of which a Relu or Clip runs; None for any other node."""
+    head = graph.producer.get(tail.input[0]) if tail.op_type in TAILS else None
+    if head is None or graph.fused_output(head) != tail.output[0]:
+        return None
+    return head
 
 
 def _read_weight_scales(node: onnx.NodeProto, graph: Graph) -> NDArray[np.float32] | None:

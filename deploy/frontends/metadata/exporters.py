@@ -56,7 +56,7 @@ def read_ultralytics(metadata: ModelMetadata) -> StoredPreprocess | None:
 
     size = _parse_size(metadata.text("imgsz"))
     height, width = size
-    preprocess = _task_preprocess(metadata, size)  # size and color are set below
+    preprocess = _task_preprocess(metadata, size)  # has neither size nor color yet
     color = _parse_color(metadata.text("channels"))
     version = plain_word(metadata.text("version"))
     size_text = f"{height}" if width == height else f"{height}x{width}"
@@ -139,11 +139,11 @@ def read_openvino(metadata: ModelMetadata) -> StoredPreprocess | None:
         return None
     resize_type = values["resize_type"] or "standard"
     pixel_units = _read_value(metadata, "intensity_mode")
-    # for pixels of more than 8 bits, which are refused
-    has_max_value = _read_value(metadata, "intensity_max_value") != ""
     if _is_true(metadata, "embedded_processing"):
         raise ConfigError("its model preprocesses its input itself")
-    if resize_type not in _RESIZES or pixel_units not in _UNITS or has_max_value:
+    # a maximum belongs to an intensity_mode for pixels of more than 8 bits: both are refused
+    has_maximum = _read_value(metadata, "intensity_max_value") != ""
+    if resize_type not in _RESIZES or pixel_units not in _UNITS or has_maximum:
         raise ConfigError(
             f"its resize_type must be one of {', '.join(_RESIZES)} and its intensity_mode"
             f" scale_to_unit or none, got {short_text(resize_type)} and {short_text(pixel_units)}"

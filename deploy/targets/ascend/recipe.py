@@ -136,7 +136,7 @@ def recipe_from_qdq(
         },
         notes=(
             *_conversion_notes(path, graph, layers, rounding_reasons),
-            *_float_pair_notes(unpaired.float_pair_count, keep_rounding=keep_rounding),
+            *_float_pair_notes(unpaired.pairs_read_in_float, keep_rounding=keep_rounding),
         ),
     )
     loaded = replace(loaded, model=float_model, name=path.stem, metadata_preprocess=preprocess)
