@@ -114,7 +114,7 @@ class CutOffNodes:
         graph = complete.graph
         file_graph = self.model.graph  # has the inputs and outputs of the file
         nodes = list(map(copy_message, self.nodes))
-        self._add_constants(graph, nodes)  # those that `nodes` read
+        self._add_constants(graph, nodes)  # those that `nodes` read, renamed there if taken
         replace_nodes(graph, [*graph.node, *nodes])
 
         # the file's inputs and outputs; one that `model` has too is declared as in `model`

@@ -8,7 +8,7 @@ over modules that symbolic tracing would give (`deploy.fx.lift`).
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -289,6 +289,11 @@ def dynamic_shapes(
 def has_batch(leaf: Any) -> bool:
     """Return whether a leaf of the inputs is a tensor with a batch."""
     return isinstance(leaf, torch.Tensor) and leaf.dim() > 0
+
+
+def batch_size(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the number of samples in the first tensor that has a batch; 1 if none has."""
+    return next(map(len, filter(has_batch, tensors)), 1)
 
 
 def repeat_single_sample(leaf: Any) -> Any:

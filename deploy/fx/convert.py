@@ -30,7 +30,7 @@ from torch.nn import functional
 from calibrators.statistics import Recorder, Statistic
 from deploy.errors import CalibrationError, ConfigError, FeedError, ModelError, first_line
 from deploy.feed.loaders import iterate_items
-from deploy.fx.capture import as_inputs, has_batch, run_model, select_arguments
+from deploy.fx.capture import as_inputs, batch_size, has_batch, run_model, select_arguments
 from deploy.fx.comparison import eval_mode, tensors_of
 from deploy.fx.coverage import measure_coverage, refuse_unquantized
 from deploy.fx.device import device_of, map_tensors, move_tensors
@@ -342,9 +342,7 @@ def _record(
 def _split_into_samples(batch: Any) -> Iterator[tuple[Any, ...]]:
     """Split a batch into batches of 1."""
     inputs = as_inputs(batch)
-    batched_tensors = list(filter(has_batch, tensors_of(inputs)))
-    sample_count = len(batched_tensors[0]) if batched_tensors else 1
-    for index in range(sample_count):
+    for index in range(batch_size(tensors_of(inputs))):
         yield map_tensors(inputs, partial(_sample, index))
 
 

@@ -20,7 +20,7 @@ from torch.export.graph_signature import OutputKind, TensorArgument
 from torch.utils import _pytree as pytree
 
 from deploy.errors import BackendError, ExportError, ModelError, check_whole_number, first_line
-from deploy.fx.capture import dynamic_shapes, has_batch, repeat_single_sample, run_model
+from deploy.fx.capture import batch_size, dynamic_shapes, has_batch, repeat_single_sample, run_model
 from deploy.fx.comparison import (
     largest_difference,
     largest_magnitude,
@@ -351,7 +351,7 @@ def compare_with_torch(
     varies_within_sample: list[bool] = []
     for batch in batches:
         torch_outputs, onnx_outputs = _run_both(model, session, batch)
-        sample_count = _batch_size(batch)
+        sample_count = batch_size(batch)
         sample_counts.append(sample_count)
         differences.append(largest_difference(torch_outputs, onnx_outputs))
         magnitudes.append(largest_magnitude(torch_outputs))
@@ -388,10 +388,6 @@ def _last_step(model: nn.Module) -> float | None:
     # in the order of the graph, in which `prepare` added them
     quantizers = [module for module in model.modules() if isinstance(module, FixedQuant)]
     return float(quantizers[-1].scale) if quantizers else None
-
-
-def _batch_size(batch: Sequence[torch.Tensor]) -> int:
-    return next(map(len, filter(has_batch, batch)), 1)
 
 
 def _run_both(
@@ -433,7 +429,7 @@ def check_float_export(
     try:
         agreement = compare_with_torch(exported, model, batches)
     except BackendError as error:
-        sizes = " and ".join(str(_batch_size(batch)) for batch in batches)
+        sizes = " and ".join(str(batch_size(batch)) for batch in batches)
         # a file that loads fails for the second batch size
         fixes_batch = is_batch_dynamic and _can_open(exported)
         remedy = FIXED_BATCH if fixes_batch else "rewrite what ONNX Runtime cannot run"

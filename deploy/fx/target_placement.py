@@ -240,7 +240,7 @@ class _PlanMapper:
                     yield source, reader
             elif is_float(source) and len(source.users) > 1:  # a pad or dropout with other readers
                 yield source, reader
-            else:
+            else:  # also before a chunk, whose tuple cannot be quantized itself
                 yield from edges_before_source
 
     def _edges_before(self, tensor: str, source: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
