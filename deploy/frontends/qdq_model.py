@@ -270,10 +270,12 @@ def _read_layers(
     return weight_scales, float_reasons
 
 
-def _find_head(tail: onnx.NodeProto, graph: Graph) -> onnx.NodeProto | None:
-    """Return the node as part of which a Relu or Clip runs; None for any other node."""
-    head = graph.producer.get(tail.input[0]) if tail.op_type in TAILS else None
-    if head is None or graph.fused_output(head) != tail.output[0]:
+def _find_head(node: onnx.NodeProto, graph: Graph) -> onnx.NodeProto | None:
+    """Return the node as part of which a tail, a Relu or Clip, runs; None for any other node."""
+    if node.op_type not in TAILS:
+        return None
+    head = graph.producer.get(node.input[0])
+    if head is None or graph.fused_output(head) != node.output[0]:
         return None
     return head
 

@@ -139,10 +139,10 @@ def read_openvino(metadata: ModelMetadata) -> StoredPreprocess | None:
         return None
     resize_type = values["resize_type"] or "standard"
     pixel_units = _read_value(metadata, "intensity_mode")
-    if _is_true(metadata, "embedded_processing"):
-        raise ConfigError("its model preprocesses its input itself")
     # a maximum belongs to an intensity_mode for pixels of more than 8 bits: both are refused
     has_maximum = _read_value(metadata, "intensity_max_value") != ""
+    if _is_true(metadata, "embedded_processing"):
+        raise ConfigError("its model preprocesses its input itself")
     if resize_type not in _RESIZES or pixel_units not in _UNITS or has_maximum:
         raise ConfigError(
             f"its resize_type must be one of {', '.join(_RESIZES)} and its intensity_mode"
