@@ -43,6 +43,8 @@ class Accuracy:
         favourite: share of the samples that the reference gives to its most frequent class.
         label_shift: share of samples whose label is the class above the reference's; if more are
             the class below, minus their share.
+        label_order: (label, class), if the reference gives each label another class, most often the
+            same one, so that the labels have another order than the classes; an example.
         reading: how the outputs were interpreted, or that they were not recognised.
         why: the task, and what shows it.
         set_task: name of the task that the user set.
@@ -64,6 +66,7 @@ class Accuracy:
     classes: int | None = None
     favourite: float | None = None
     label_shift: float | None = None
+    label_order: tuple[int, int] | None = None
     parts: tuple[SliceAccuracy, ...] = ()
     task: TaskFigure | None = None
     precision: MeanPrecision | None = None

@@ -16,7 +16,9 @@ from deploy.metrics.output_form import SliceAccuracy
 # FLOAT: int8 loses little but gains no speed, so the float model is the better engine
 GOOD, DOUBTFUL, UNUSABLE, FLOAT = "good", "doubtful", "unusable", "keep FP32"
 FLOAT_MODEL = "the float model"  # subject of a reason that does not blame int8
-SHIFT_LABELS = "shift the labels by one"  # end of a reason that blames the labels
+# ends of reasons that blame the labels
+SHIFT_LABELS = "shift the labels by one"
+ORDER_LABELS = "number the labels in the order of the model's outputs"
 LEVELS = (GOOD, FLOAT, DOUBTFUL, UNUSABLE)  # the best first
 
 LevelReasons = Iterator[tuple[str, str]]  # (level, reason for it)
@@ -278,6 +280,13 @@ def _doubt_top1(accuracy: Accuracy, top1: float, classes: int) -> LevelReasons:
             UNUSABLE,
             f"{wrong_text}, but {100 * abs(shift):.0f} % of the labels are the class {side};"
             f" {SHIFT_LABELS}",
+        )
+    elif accuracy.label_order is not None and top1 < _MIN_TOP1:
+        label, model_class = accuracy.label_order
+        yield (
+            UNUSABLE,
+            f"{wrong_text}, but only the order of the labels differs: most images of label {label}"
+            f" get class {model_class}; {ORDER_LABELS}",
         )
     elif has_enough_samples and top1 <= chance + chance_margin:
         yield (

@@ -40,7 +40,7 @@ from deploy.tasks.slices import OutputSlice
 from deploy.tensors import Array
 
 # fields of figures, here and in `deploy.metrics.accuracy`, that report.json leaves out
-NOT_WRITTEN = ("zeros", "empty", "alike", "silent", "carried", "label_shift")
+NOT_WRITTEN = ("zeros", "empty", "alike", "silent", "carried", "label_shift", "label_order")
 _BLOCK = 1 << 13  # values of a row summed at a time; for more, BLAS wakes its threads
 
 

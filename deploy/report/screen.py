@@ -549,7 +549,7 @@ def _data_steps(
     if verdict.missing_samples:
         yield from _image_steps(verdict.missing_samples, request, command)
     if verdict.blames_labels:
-        yield f"with shifted labels: {command} --labels FILE"
+        yield f"with corrected labels: {command} --labels FILE"
     elif verdict.blames_randomness:
         yield (
             "export the model in evaluation mode, or with its random numbers as an input; or judge"

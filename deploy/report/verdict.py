@@ -21,6 +21,7 @@ from deploy.metrics.levels import (
     GOOD,
     LEVELS,
     MIN_OBJECTS,
+    ORDER_LABELS,
     SHIFT_LABELS,
     UNUSABLE,
     finds_objects,
@@ -187,7 +188,7 @@ def verdict(
             level = DOUBTFUL
 
     blames_float = any(reason.startswith(FLOAT_MODEL) for reason in reasons)
-    blames_labels = any(reason.endswith(SHIFT_LABELS) for reason in reasons)
+    blames_labels = any(reason.endswith((SHIFT_LABELS, ORDER_LABELS)) for reason in reasons)
     assumes_inputs = has_assumed_inputs and not blames_float and not _is_mostly_right(accuracy)
     if assumes_inputs:
         reasons.append(_ASSUMED_INPUTS)

@@ -15,6 +15,11 @@ from deploy.tasks.rows import Outputs, is_index_type, is_vector
 from deploy.tensors import Array
 
 _MAX_CLASS = np.iinfo(np.int64).max
+# labels have another order than the model's classes if each has its own class, in so large a share
+# of the samples; with fewer samples of a label, chance would give it one too
+_MIN_ORDER_SHARE = 0.75
+_MIN_LABEL_SAMPLES = 5  # on average
+_MIN_LABELS = 3  # wrong inputs may move one or two labels to other classes
 
 
 def check_label_count(labels: Sequence[int], samples: int) -> None:
@@ -42,8 +47,8 @@ class Top1:
         """
         self.labels = labels
         self.samples = self.equal = self.reference_hits = self.candidate_hits = 0
-        # 1 and -1 -> number of labels that are the class above and below the reference's
-        self.shifts = Counter[int]()
+        # (label, class by the reference) -> samples; for labels that do not fit the classes
+        self.samples_by_pair = Counter[tuple[int, int | None]]()
         self.output_name = output_name
         self.score_count: int | None = None  # scores of a sample; None for class numbers
         self.samples_by_class = Counter[int]()  # class -> samples that the reference gives to it
@@ -68,11 +73,7 @@ class Top1:
         label = self._read_label(self.labels)
         self.reference_hits += int(label == reference_class)
         self.candidate_hits += int(label == candidate_class)
-        # 1: a hit if the label is lowered by one, as labels from 1 need it; -1: if it is raised, as
-        # for a model with a background class 0. The last class and the first are neighbours, too
-        for shift in (1, -1):
-            shifted_label = (label - shift) % self._class_limit
-            self.shifts[shift] += int(shifted_label == reference_class)
+        self.samples_by_pair[label, reference_class] += 1
 
     def _read_label(self, labels: Sequence[int]) -> int:
         """Return the label of the sample that was counted last."""
@@ -117,16 +118,49 @@ class Top1:
             )
         # labels may be the class above the float model's (1) or the class below it (-1). The share
         # of the more frequent case is reported, with the sign of the case
-        shift = 1 if self.shifts[1] >= self.shifts[-1] else -1
+        shift = 1 if self._count_shifted(1) >= self._count_shifted(-1) else -1
         # class numbers do not show how many classes there are: two at least, and up to the highest
         # number that the reference (a key here) or the labels have
         highest_class = max(*self.samples_by_class, *self.labels, 1)
         return figures | {
             "top1_reference": self.reference_hits / self.samples,
             "top1_candidate": self.candidate_hits / self.samples,
-            "label_shift": shift * self.shifts[shift] / self.samples,
+            "label_shift": shift * self._count_shifted(shift) / self.samples,
+            "label_order": self._find_label_order(),
             "classes": self.score_count or highest_class + 1,
         }
+
+    def _count_shifted(self, shift: int) -> int:
+        """Return how many samples are hits once their label is lowered by `shift`.
+
+        It is 1 for labels from 1, and -1 for a model with a background class 0. The last class and
+        the first are neighbours, too.
+        """
+        return sum(
+            count
+            for (label, reference_class), count in self.samples_by_pair.items()
+            if (label - shift) % self._class_limit == reference_class
+        )
+
+    def _find_label_order(self) -> tuple[int, int] | None:
+        """Return a (label, class by the reference) that shows another order of the classes.
+
+        None if the labels have the model's order, or too few samples of a label share one class, or
+        two labels do.
+        """
+        class_by_label: dict[int, int] = {}  # label -> its most frequent class
+        sample_count = 0  # samples of these classes
+        for (label, reference_class), count in self.samples_by_pair.most_common():
+            if label not in class_by_label and reference_class is not None:
+                class_by_label[label] = reference_class
+                sample_count += count
+        label_count = len(class_by_label)
+        has_enough_labels = _MIN_LABELS <= label_count <= self.samples / _MIN_LABEL_SAMPLES
+        is_one_to_one = len({*class_by_label.values()}) == label_count
+        is_frequent = sample_count >= _MIN_ORDER_SHARE * self.samples
+        if not (has_enough_labels and is_one_to_one and is_frequent):
+            return None
+        return next((pair for pair in class_by_label.items() if pair[0] != pair[1]), None)
 
 
 def _choose_output(outputs: Outputs) -> str:
