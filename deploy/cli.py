@@ -216,6 +216,10 @@ def _extra_argument_hint(command: click.Command, argument: str, argv: Sequence[s
         return "; images go after --images"
     if os.path.splitext(argument)[1] and os.path.exists(argument):  # the shell expanded a pattern
         return "; a pattern of images must be quoted: 'photos/*.jpg'"
+    if "--mean" in flags and argument.replace(".", "").isdecimal():
+        return "; several numbers are separated by commas"
+    if not os.path.exists(argv[argv.index(argument) - 1]):  # the first part of a path with blanks
+        return "; a path with blanks must be quoted"
     return ""
 
 

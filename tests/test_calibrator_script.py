@@ -335,7 +335,7 @@ COPY = "cuda.memcpy_htod_async(self.device, self.host[: len(rows)].ravel(), self
         ("return self.batch", "return 0", "must give 1 or more, got 0"),
         ("return self.batch", "return 3", "got copied"),
         ("return self.batch", "return 'four'", "must give 1 or more, got 'four'"),
-        ("if not len(rows):", "if True:", "must give samples, got none\n"),
+        ("if not len(rows):", "if True:", "got none; get_batch returned no batch"),
         ("return Calibrator(", "return slice(", "without get_batch_size"),
         ("def make_calibrator():", "def make_calibrator(path):", "missing 1 required"),
         ("return Calibrator(", "build_engine(None, '')\n    return Calibrator(", "without a GPU"),

@@ -196,7 +196,12 @@ def test_hostile_labels_and_lists_are_escaped(small_cnn, pictures, safe_output, 
             ("build", "m.onnx", "--images", "p", "--target", "onnxruntime", "tensorrt"),
             "(tensorrt); several targets are separated by commas (`",
         ),
-        (("build", "m.onnx", "--images", "p", "more"), "(more) (`calib8 build --help` tells more)"),
+        (("build", "m.onnx", "--images", ".", "more"), "(more) (`calib8 build --help` tells more)"),
+        (("build", "m.onnx", "--images", "my", "p"), "(p); a path with blanks must be quoted (`"),
+        (
+            ("build", "m.onnx", "--images", ".", "--mean", "0.4", "0.5", "0.6"),
+            "(0.5 0.6); several numbers are separated by commas (`",
+        ),
         (("verify", "a", "b"), "(b) (`calib8 verify --help` tells more)"),
     ],
 )

@@ -479,6 +479,7 @@ def test_shipped_files_are_the_versions(
     script = tmp_path / "small_cnn_trtexec.sh"
     assert screen.endswith(f"sh {script} {line}".strip())
     assert read_target(tmp_path)["shipped"] == shipped.split(" with ")
+    assert "/usr/src/tensorrt/bin" in script.read_text()  # where a Jetson has trtexec
     default_command = script.read_text().split("''|")[1].splitlines()[0]
     assert ("--stronglyTyped" in default_command) == (line == "typed")
     assert all(name in default_command for name in shipped_names)

@@ -366,7 +366,7 @@ def _describe_match(
         )
     if "method" in changes:
         return f"only {changes['method']}: searched again, the model was not run"
-    return "model, images, preprocessing and method are the same"
+    return "model, images and preprocessing are the same"
 
 
 def _describe_other_versions(stored: Fingerprint, current: Fingerprint) -> str:

@@ -126,7 +126,9 @@ def _parse_number(flag: str, text: str) -> float:
     try:
         return float(numerator) / float(denominator or 1)
     except (ValueError, ZeroDivisionError) as error:
-        raise ConfigError(f"{flag} takes numbers such as 0.5 or 1/255, got {text!r}") from error
+        raise ConfigError(
+            f"{flag} takes numbers such as 0.5 or 1/255, separated by commas, got {text!r}"
+        ) from error
 
 
 # shape and dtype of files without a header, which `pop_source` takes out

@@ -358,7 +358,7 @@ def _read_label_folder(folder: Path) -> Annotations:
         raise FeedError(
             f"a folder of labels must hold YOLO's .txt or VOC's .xml, got"
             f" {' and '.join(sorted(suffixes)) or 'neither'} in {printable_name(folder)};"
-            " give the folder of one of them"
+            " give the folder of one of them, or `folders` if each class has a folder of images"
         )
     picture_path_by_file = {str(folder / name): name for name in label_names}
     if suffixes == {".txt"}:

@@ -35,6 +35,7 @@ from deploy.tensors import Array, TensorSpec
 # Source: NVIDIA/TensorRT tools/Polygraphy/polygraphy/backend/trt/calibrator.py, which supplies all
 # float inputs as float32.
 _TENSORRT_DTYPES = {"int64": "int32", "float16": "float32"}
+_NO_BATCH = "; get_batch returned no batch at all: check the script's image folder and batch size"
 _NUMBER_DTYPES = frozenset(np.dtype(code).name for code in "?bhiqBHIQefd")
 
 
@@ -339,7 +340,9 @@ class CalibratorScript:
         batches = CalibratorBatches(str(self), self._stand_ins.memory, specs, self.batch_size)
         items = iter(lambda: self._next_item(batches, specs), None)
         with self._stand_ins.lock:  # all scripts share the memory: one is read at a time
-            source = open_iterable(items, specs, name=str(self), has_end=False, limit=limit)
+            source = open_iterable(
+                items, specs, name=str(self), has_end=False, limit=limit, remedy=_NO_BATCH
+            )
         return replace(source, notes=(*self.notes, *batches.notes, *source.notes))
 
     def _call(self, function: Callable[..., T], *args: object) -> T:

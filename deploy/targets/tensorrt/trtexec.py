@@ -357,7 +357,8 @@ def trtexec_script(commands: Sequence[TrtexecCommand], default: TrtexecCommand |
             cases += f"  {pattern}) exec {shlex.join(command.arguments)} ;;\n"
             usage += f"echo '  {command.name}: {command.condition}' >&2\n    "
     return (
-        f'# Builds the engine with the trtexec on the PATH.\ncase "${{1-}}" in\n{cases}'
+        "# Builds the engine with the trtexec on the PATH, else with that of NVIDIA's packages."
+        f'\nPATH="$PATH:/usr/src/tensorrt/bin"\ncase "${{1-}}" in\n{cases}'
         f"  *) echo 'give one of these:' >&2\n    {usage}exit 2 ;;\nesac"
     )
 
