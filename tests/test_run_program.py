@@ -298,6 +298,17 @@ def test_program_reads_folders_and_videos(tmp_path):
     ]
     assert ended.stdout.count(" ms\n") == 5
     assert "5 pictures" in ended.stdout
+    (tmp_path / "albums" / "photos").mkdir(parents=True)
+    ended = run_it("albums")
+    assert ended.returncode == 1
+    assert "no picture was read from albums" in ended.stderr
+    (tmp_path / "drawn" / "0.png").unlink()
+    (tmp_path / "drawn" / "0.png").mkdir()  # where the picture would be written
+    for out in ("a.onnx", "drawn"):
+        ended = run_it("photos", "--out", out)
+        assert ended.returncode == 1
+        assert "give another folder" in ended.stderr
+        assert "Traceback" not in ended.stderr
     for arguments, code in (((), 2), (("nothing.png",), 1)):
         ended = run_it(*arguments)
         assert ended.returncode == code
