@@ -150,7 +150,11 @@ def _with_float32_quantizers(model: Path | onnx.ModelProto) -> Path | onnx.Model
         # the inputs are the values, their scale and the zero point. The first two have one type,
         # and the scale is a constant, which shows it
         if node.op_type == "QuantizeLinear" and node.input[1] in float16_constants:
-            for index, name in enumerate(node.input[:2]):
+            # ONNX Runtime computes most float16 nodes in float32, and drops its cast to float16
+            # behind them if a cast to float32 follows at once. The Identity keeps that rounding
+            rounded = f"{node.output[0]}/float16"
+            nodes.append(make_node("Identity", [node.input[0]], rounded))
+            for index, name in enumerate((rounded, node.input[1])):
                 node.input[index] = f"{node.output[0]}/{name}/float32"
                 cast = make_node("Cast", [name], node.input[index], to=onnx.TensorProto.FLOAT)
                 nodes.append(cast)

@@ -34,9 +34,10 @@ _NUMPY_NAMES = {"float": "float32", "double": "float64", "string": "str"}
 # start of the protobuf entry with the path of external weights
 _EXTERNAL_ENTRY = b"\x0a\x08location"
 
-# These drop a Relu or Clip before a QuantizeLinear with the same lower bound. For fp8 the first
-# takes that bound for 0, and the second fails.
-_FP8_BREAKING_OPTIMIZERS = ("ReluQuantRewrite", "ClipQuantRewrite")
+# Where a Q/DQ model is computed as it is written, these must not run. The first two drop a Relu or
+# Clip before a QuantizeLinear with the same lower bound: for fp8 the first takes that bound for 0,
+# and the second fails. The third drops an Identity, such as one that keeps two casts apart.
+_PAIR_BREAKING_OPTIMIZERS = ("ReluQuantRewrite", "ClipQuantRewrite", "EliminateIdentity")
 
 # This fuses two Convs and the Add of their outputs even if one of these is a model output: the
 # model then does not load (ONNX Runtime 1.32; grouped Convs with several channels per group).
@@ -331,8 +332,7 @@ class OrtSession(CpuSession):
         disabled_optimizers: Sequence[str] = ()
         if not int8_kernels or breaks_int8_kernels(model):
             options.add_session_config_entry("session.disable_quant_qdq", "1")
-            # they break fp8 pairs, which a file may have too: it is not looked into here
-            disabled_optimizers = _FP8_BREAKING_OPTIMIZERS
+            disabled_optimizers = _PAIR_BREAKING_OPTIMIZERS
 
         _LOADING_OPTIONS.add(options)  # so that a signal can cancel the loading
         try:
