@@ -515,6 +515,8 @@ def test_labels_shifted_by_one_are_named(shift, side):
     ("order", "wrong", "blamed"),
     [
         ([0, 2, 3, 1], 8, "most images of label 1 get class 2"),
+        ([0, 2, 3, 4], 8, "most images of label 1 get class 2"),  # no images of class 1
+        ([1, 2, 3, 4], 8, "of the labels are the class below; shift"),
         ([0, 1, 2, 3], 90, ""),
         ([0, 0, 0, 0], 0, ""),  # wrong inputs: one class for all images
         ([0, 2, 3, 1], 60, ""),
@@ -524,8 +526,8 @@ def test_labels_in_another_order_are_named(order, wrong, blamed):
     rng = np.random.default_rng(0)
     labels = np.arange(100) % 4
     classes = np.asarray(order)[labels]
-    classes[:wrong] = rng.integers(4, size=wrong)
-    rows = [{"y": np.eye(4, dtype=np.float32)[[number]]} for number in classes]
+    classes[:wrong] = rng.integers(5, size=wrong)
+    rows = [{"y": np.eye(5, dtype=np.float32)[[number]]} for number in classes]
     inputs = [{"x": np.zeros((1, 3, 8, 8), np.float32)}] * len(rows)
     outcome = judge(compare_outputs(rows, rows, inputs, labels=labels.tolist()))
     assert outcome.level == UNUSABLE and outcome.blames_labels == bool(blamed)

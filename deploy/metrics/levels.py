@@ -274,19 +274,19 @@ def _doubt_top1(accuracy: Accuracy, top1: float, classes: int) -> LevelReasons:
     # with too few samples even a good model would hardly exceed chance by so much
     has_enough_samples = chance_margin <= (1 - chance) / 2
     wrong_text = f"{FLOAT_MODEL} is mostly wrong: top-1 {100 * top1:.2f} %"
-    if abs(shift) > _MIN_TOP1:
-        side = "above" if shift > 0 else "below"
-        yield (
-            UNUSABLE,
-            f"{wrong_text}, but {100 * abs(shift):.0f} % of the labels are the class {side};"
-            f" {SHIFT_LABELS}",
-        )
-    elif accuracy.label_order is not None and top1 < _MIN_TOP1:
+    if accuracy.label_order is not None and top1 < _MIN_TOP1:
         label, model_class = accuracy.label_order
         yield (
             UNUSABLE,
             f"{wrong_text}, but only the order of the labels differs: most images of label {label}"
             f" get class {model_class}; {ORDER_LABELS}",
+        )
+    elif abs(shift) > _MIN_TOP1:
+        side = "above" if shift > 0 else "below"
+        yield (
+            UNUSABLE,
+            f"{wrong_text}, but {100 * abs(shift):.0f} % of the labels are the class {side};"
+            f" {SHIFT_LABELS}",
         )
     elif has_enough_samples and top1 <= chance + chance_margin:
         yield (

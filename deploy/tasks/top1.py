@@ -87,7 +87,8 @@ class Top1:
             )
         raise FeedError(
             f"labels must be 0 to {self.score_count - 1} for the model's {self.score_count}"
-            f" classes, got {label}; labels that start at 1 must be lowered by one"
+            f" classes, got {label}; labels that start at 1 must be lowered by one, and with"
+            " `folders` every folder is a class"
         )
 
     @property
@@ -145,8 +146,8 @@ class Top1:
     def _find_label_order(self) -> tuple[int, int] | None:
         """Return a (label, class by the reference) that shows another order of the classes.
 
-        None if the labels have the model's order, or too few samples of a label share one class, or
-        two labels do.
+        None if the labels have the model's order, or are shifted by one, or too few samples of a
+        label share one class, or two labels do.
         """
         class_by_label: dict[int, int] = {}  # label -> its most frequent class
         sample_count = 0  # samples of these classes
@@ -158,9 +159,10 @@ class Top1:
         has_enough_labels = _MIN_LABELS <= label_count <= self.samples / _MIN_LABEL_SAMPLES
         is_one_to_one = len({*class_by_label.values()}) == label_count
         is_frequent = sample_count >= _MIN_ORDER_SHARE * self.samples
-        if not (has_enough_labels and is_one_to_one and is_frequent):
+        is_shifted = max(map(self._count_shifted, (1, -1))) == sample_count
+        if is_shifted or not (has_enough_labels and is_one_to_one and is_frequent):
             return None
-        return next((pair for pair in class_by_label.items() if pair[0] != pair[1]), None)
+        return min((pair for pair in class_by_label.items() if pair[0] != pair[1]), default=None)
 
 
 def _choose_output(outputs: Outputs) -> str:
