@@ -159,6 +159,15 @@ def test_picture_without_label_file_is_empty(tmp_path, scenes, wording):
     wording.check(refusal.value)
 
 
+def test_annotations_without_objects_are_refused(tmp_path, scenes):
+    """Such as COCO's image_info_test-dev2017.json, with which nothing would be measured."""
+    labels = write_coco(tmp_path, scenes)
+    document = json.loads(labels.read_text())
+    labels.write_text(json.dumps(document | {"annotations": []}))
+    with pytest.raises(FeedError, match="got none on all 8 images"):
+        read_truth(labels, tmp_path / "images" / "val")
+
+
 def test_label_files_of_one_name_are_ambiguous(tmp_path, scenes, wording):
     labels = write_yolo(tmp_path, scenes)
     shutil.copytree(labels, tmp_path / "labels" / "train")

@@ -553,6 +553,14 @@ def test_annotated_objects_decide_before_the_boxes_of_fp32(lost, level):
     assert outcome.level == GOOD and "mAP" not in outcome.text
 
 
+@pytest.mark.parametrize(("own_50", "level"), [(0.02, DOUBTFUL), (0.1, GOOD)])
+def test_few_annotated_objects_found_are_doubtful(own_50, level):
+    """Such as by boxes of corners, where COCO has a corner and a size."""
+    outcome = judge(accuracy(task=task(1.0), precision=make_precision(0.4, 0.4, own_50=own_50)))
+    assert outcome.level == level and outcome.blames_float == (level == DOUBTFUL)
+    assert ("finds few of the 40 objects" in outcome.text) == (level == DOUBTFUL)
+
+
 @pytest.mark.parametrize(("samples", "level"), [(20, UNUSABLE), (19, GOOD)])
 def test_a_detector_that_finds_nothing_of_what_is_annotated_proves_nothing(samples, level):
     blind = accuracy(

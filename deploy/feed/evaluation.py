@@ -17,7 +17,7 @@ from pathlib import Path, PurePath
 
 import numpy as np
 
-from deploy.errors import ConfigError, FeedError
+from deploy.errors import ConfigError, FeedError, counted
 from deploy.feed.annotations import Annotations, read_annotations
 from deploy.feed.file_list import FileList
 from deploy.feed.images import is_image, printable_name, summarize_names
@@ -249,10 +249,15 @@ def apply_labels(
         raise ConfigError("annotations of boxes are for pictures, got arrays; give image files")
     annotations = labels.match_images(evaluation.names, evaluation.source_names)
     annotations = annotations.numbered_by_name(class_names or {})
-    for name in evaluation.names:
-        annotations.find_objects(name)  # raises if the image is not annotated
+    # raises if an image is not annotated
+    object_counts = [len(annotations.find_objects(name).boxes) for name in evaluation.names]
     sizes = _find_image_sizes(annotations, evaluation)
     note = _note_unlabelled(annotations, evaluation)
+    if not any(object_counts):
+        raise FeedError(
+            "labels must have objects on the evaluation images, got none on all"
+            f" {counted(len(object_counts), 'image')}; give annotations with boxes"
+        )
     objects_of_image = partial(_objects_in_input, annotations, evaluation, sizes)
     return GroundTruth(objects_of_image, annotations.categories, (note,) if note else ())
 

@@ -41,7 +41,8 @@ _MIN_SAMPLES = 4  # samples that can be judged
 _MIN_CHANCE_SAMPLES = 20  # samples needed to tell accuracy from chance
 _MAX_FAVOURITE = 0.95  # share of samples in one class, by FP32, from which inputs are suspect
 _MIN_TOP1 = 0.5  # top-1 of the float model below which the model is weak or its inputs are wrong
-_MIN_MAP50 = 0.01  # mAP .50 of the float model below which it finds next to nothing
+# mAP .50 of the float model below which it finds next to nothing, and below which it is suspect
+_MIN_MAP50, _WEAK_MAP50 = 0.01, 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,10 +229,13 @@ def question_reference(accuracy: Accuracy) -> LevelReasons:
             " images; check the preprocessing, or judge on images of more classes",
         )
     precision = accuracy.precision
-    if precision is not None and not finds_objects(accuracy):
+    if precision is not None and precision.reference_50 < _WEAK_MAP50:
+        level, found_text = (
+            (DOUBTFUL, "few") if finds_objects(accuracy) else (UNUSABLE, "next to none")
+        )
         yield (
-            UNUSABLE,
-            f"{FLOAT_MODEL} itself finds next to none of the {precision.objects} objects:"
+            level,
+            f"{FLOAT_MODEL} itself finds {found_text} of the {precision.objects} objects:"
             f" mAP .50 {100 * precision.reference_50:.2f} %; check --preprocess, --mean, --std,"
             " --color, and the boxes and categories of the labels",
         )
