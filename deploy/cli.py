@@ -218,8 +218,10 @@ def _extra_argument_hint(command: click.Command, argument: str, argv: Sequence[s
         return "; a pattern of images must be quoted: 'photos/*.jpg'"
     if "--mean" in flags and argument.replace(".", "").isdecimal():
         return "; several numbers are separated by commas"
-    if not os.path.exists(argv[argv.index(argument) - 1]):  # the first part of a path with blanks
-        return "; a path with blanks must be quoted"
+    if argument in argv:
+        previous = argv[argv.index(argument) - 1]  # the first part of a path with blanks?
+        if not previous.startswith("-") and not os.path.exists(previous):
+            return "; a path with blanks must be quoted"
     return ""
 
 

@@ -198,6 +198,8 @@ def test_hostile_labels_and_lists_are_escaped(small_cnn, pictures, safe_output, 
         ),
         (("build", "m.onnx", "--images", ".", "more"), "(more) (`calib8 build --help` tells more)"),
         (("build", "m.onnx", "--images", "my", "p"), "(p); a path with blanks must be quoted (`"),
+        (("build", "m.onnx", "--images", "p", "-q", "x"), "(x) (`calib8 build --help`"),
+        (("build", "m.onnx", "--images", "p", "a  b"), "(a b) (`calib8 build --help`"),
         (
             ("build", "m.onnx", "--images", ".", "--mean", "0.4", "0.5", "0.6"),
             "(0.5 0.6); several numbers are separated by commas (`",
