@@ -431,7 +431,7 @@ def test_quiet_prints_errors_and_verdicts(quick_build, tmp_path, run):
     code, out, err = run(*arguments)
     assert (code, out) == (3, "")
     assert err.startswith("calib8: int8: unusable: ")
-    code, out, err = run(*arguments, "--images", tmp_path / "none")
+    code, out, err = run(*arguments, "--eval-images", tmp_path / "none")
     assert (code, out) == (1, "")
     assert err.startswith("calib8: error: ")
 
@@ -526,14 +526,16 @@ def test_unsupported_picture_formats_are_named(quick_build, pictures, run, tmp_p
     phone = shutil.copytree(pictures, tmp_path / "phone")
     for name in ("a.HEIC", "b.heic", "c.dng"):
         (phone / name).write_bytes(b"\0\0\0\x18ftypheic")
-    assert "20 samples" in run.ok(*quick_build, "--accept", "--images", phone, "--limit", 20)
+    place = quick_build.index("--images") + 1
+    options = quick_build[place + 1 :]
+    arguments = quick_build[:place]
+    assert "20 samples" in run.ok(*arguments, phone, *options, "--accept", "--limit", 20)
     note = "in phone are 3 pictures in unsupported formats (.dng, .heic); save them as .jpg or"
     assert note in read_markdown(tmp_path / "out")
     for file in phone.glob("*.png"):
         file.unlink()
-    arguments = (*quick_build, "--images")
-    wording.check(run.fails(*arguments, phone))
-    wording.check(run.fails(*arguments, phone / "b.heic"))
+    wording.check(run.fails(*arguments, phone, *options))
+    wording.check(run.fails(*arguments, phone / "b.heic", *options))
 
 
 def test_remaining_time_never_rises():

@@ -214,6 +214,13 @@ def test_extra_argument_names_its_option(arguments, advice, run):
     assert advice in err
 
 
+@pytest.mark.parametrize("again", [("--eval-images", "."), ("--eval-images=.",)])
+def test_second_folder_of_images_is_refused(again, run, small_cnn):
+    code, _, err = run("build", small_cnn, "--images", ".", "--eval-images", ".", *again)
+    assert code == 2
+    assert "--eval-images takes one path" in err
+
+
 def test_expanded_pattern_is_advised_to_quote(pictures, run):
     code, _, err = run("build", "m.onnx", "--images", *sorted(pictures.glob("*.png"))[:3])
     assert code == 2

@@ -221,9 +221,17 @@ class SectionedCommand(click.Command):
 
         Raises:
             ConfigError: a path that must exist does not.
+            UsageError: an option of images is repeated: click would take the last one.
         """
+        flags = [arg.partition("=")[0] for arg in args]  # click empties `args`
         extra_args = super().parse_args(ctx, args)
         for param in self.params:
+            if param.type is IMAGE_SOURCE and flags.count(param.opts[0]) > 1:
+                raise click.UsageError(
+                    f"{param.opts[0]} takes one path; a list file or a pattern such as"
+                    " 'photos*/*.jpg' names the images of several folders",
+                    ctx,
+                )
             name = param.name or ""
             value = ctx.params.get(name)
             if not isinstance(param.type, InputPath) or not value or ctx.resilient_parsing:
