@@ -28,7 +28,9 @@ def build(run, pictures, tmp_path):
     """(model, words) -> exit code and output of a build on the pictures, its report."""
 
     def call(model, *arguments):
-        arguments = ("--images", pictures, "--duration", 0, "--out", tmp_path / "o", *arguments)
+        arguments = ("--duration", 0, "--out", tmp_path / "o", *arguments)
+        if "--images" not in arguments:
+            arguments = ("--images", pictures, *arguments)
         code, out, error = run("build", model, *arguments)
         assert code in (0, 3), error
         return code, out, json.loads((tmp_path / "o" / "report.json").read_text())
