@@ -103,8 +103,8 @@ void check_files_exist(const std::vector<Picture>& pictures, const std::string& 
   throw FeedError("every image must exist, " + std::to_string(missing.size()) + " of " +
                   std::to_string(pictures.size()) + " in " + title +
                   " do not: " + list_first_names(missing) +
-                  "; paths in a list are relative to it; correct the paths or links, or skip bad"
-                  " ones (skip_bad)");
+                  "; a line of a list is a path, relative to the list, with or without a class"
+                  " number; correct the paths or links, or skip bad ones (skip_bad)");
 }
 
 void check_limit(const std::optional<std::size_t>& limit) {

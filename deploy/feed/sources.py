@@ -309,8 +309,9 @@ def check_present(files: Iterable[ImageFile], count: int, source_name: str) -> N
         return
     raise FeedError(
         f"every image must exist, {len(missing_names)} of {count} in {source_name} do not:"
-        f" {images.summarize_names(missing_names)}; a line of a list is PATH or PATH,LABEL,"
-        " relative to the list; correct the paths or links, or skip bad ones (--skip-bad)"
+        f" {images.summarize_names(missing_names)}; a line of a list is a path, relative to the"
+        " list, with or without a class number; correct the paths or links, or skip bad ones"
+        " (--skip-bad)"
     )
 
 
