@@ -81,9 +81,10 @@ def built(tmp_path, run, feed):
 
     def call(model, *arguments, out="o"):
         shape = onnx.load(model).graph.input[0].type.tensor_type.shape.dim[1:]
-        images = feed(tuple(d.dim_value for d in shape))
+        if "--images" not in arguments:
+            arguments = ("--images", feed(tuple(d.dim_value for d in shape)), *arguments)
         plain = ("--duration", 0, "--effort", 0, "--accept")  # a repair alone, whatever is left
-        return run("build", model, "--images", images, *plain, "--out", tmp_path / out, *arguments)
+        return run("build", model, *plain, "--out", tmp_path / out, *arguments)
 
     def report(model, *arguments, out="o"):
         code, _, error = call(model, *arguments, out=out)
