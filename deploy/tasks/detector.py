@@ -539,8 +539,8 @@ def holds_in_most_rows(conditions: Flags) -> bool:
 # name of a coding -> the coding; the first that fits is taken
 CODINGS = {
     "distribution": BoxCoding(
-        "b logits for each side of the box: their Softmax gives the weights of the distances 0 to"
-        " b - 1, in strides from the cell",
+        "b logits per side of the box, one for each distance from the cell (0 to b - 1 strides),"
+        " weighted by Softmax",
         "Generalized Focal Loss (Li et al. 2020): PicoDet, NanoDet, YOLO v6 and v8 before decoding",
         are_distributions,
         decode_distances,
