@@ -539,8 +539,8 @@ def holds_in_most_rows(conditions: Flags) -> bool:
 # name of a coding -> the coding; the first that fits is taken
 CODINGS = {
     "distribution": BoxCoding(
-        "b logits per side of the box, one for each distance from the cell (0 to b - 1 strides),"
-        " weighted by Softmax",
+        "b logits per side of the box: their Softmax weights the distances 0, 1, ... b - 1 from the"
+        " cell, in strides",
         "Generalized Focal Loss (Li et al. 2020): PicoDet, NanoDet, YOLO v6 and v8 before decoding",
         are_distributions,
         decode_distances,
