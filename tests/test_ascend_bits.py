@@ -177,7 +177,7 @@ def test_other_commands_report_wide_layers(run, command, tmp_path):
     config.write_text(CASES["w4"])
     sentence = "The weights of 2 layers (conv1, dw) have 8 bits, not 4"
     config_path = tmp_path / "made.json"
-    auto = ("--images", WIDTHS / "x.npy", "--max-loss", 1, "--ascend-config", config)
+    auto = ("--images", WIDTHS / "x.npy", "--max-loss", 0.9, "--ascend-config", config)
     for arguments in (
         ("config", FLOAT, "--from", config, "-o", config_path),
         ("check", config, "--model", FLOAT),

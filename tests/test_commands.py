@@ -230,7 +230,7 @@ def test_wrong_command_line_is_one_line(arguments, code, message, run):
         (TensorRT, {"workspace_mib": 0}, "is 1 or more"),
         (TensorRT, {"calibrator": "x"}, "is one of entropy2, entropy, minmax, legacy"),
         (Ascend, {"aipp": True, "source_color": "hsv"}, "is one of rgb, bgr, nv12, nv21"),
-        (Gates, {"max_loss": 5}, "a share, 0 to 1, got 5"),
+        (Gates, {"max_loss": 1}, "below 1, got 1; one point is 0.01"),
         (Tuning, {"max_loss": -1}, "got -1"),
         (Gates, {"min_speedup": float("nan")}, "0 or more, got nan"),
     ],

@@ -44,7 +44,7 @@ def built(run, small_cnn, pictures, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     arguments = "--target tensorrt,ascend --keep-float Conv_c1 --keep-float op:Gemm --rest fp32"
     options = (*arguments.split(), *QUICK_OPTIONS, "--mean", "0.4", "--limit", 12, "--out", "o")
-    options += ("--max-loss", "1.0")
+    options += ("--max-loss", "0.9")
     run.ok("build", small_cnn, "--images", pictures, *options)
     return tmp_path / "o"
 
@@ -61,7 +61,7 @@ def test_build_writes_its_options(built, small_cnn, pictures):
             "mean": "0.4",
             "limit": 12,
             "effort": 0,
-            "max-loss": 1.0,
+            "max-loss": 0.9,
             "duration": 0.0,
             "accept": True,
         }

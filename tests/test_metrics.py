@@ -433,7 +433,7 @@ PLACES = accuracy(part(6.5), top1_reference=0.9, top1_candidate=0.9)
         (accuracy(task=task(0.99)), {"max_loss": 0.009}, UNUSABLE),
         (accuracy(part(cosine=0.99)), {"max_loss": 0.01}, GOOD),
         (accuracy(part(cosine=0.99)), {"max_loss": 0.009}, UNUSABLE),
-        (NAN, {"max_loss": 1.0}, UNUSABLE),
+        (NAN, {"max_loss": 0.9}, UNUSABLE),
         # with labels one class may be all that is there
         (replace(LABELLED, favourite=1.0, top1_candidate=0.9), {}, GOOD),
         # labels decide before the worst part: of numbers of classes it has no meaning

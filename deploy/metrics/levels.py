@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from deploy.errors import too_few
+from deploy.errors import ConfigError, too_few
 from deploy.metrics.accuracy import Accuracy
 from deploy.metrics.output_errors import LEFT_DB, SAMPLE_MEAN
 from deploy.metrics.output_form import SliceAccuracy
@@ -63,6 +63,19 @@ class TaskLoss:
     words: str
     sure: bool = True
     found: int | None = None
+
+
+def check_max_loss(max_loss: float | None) -> None:
+    """Refuse a limit that no engine would exceed, such as 1 for one point; None is no limit.
+
+    Raises:
+        ConfigError: it is not from 0 up to 1.
+    """
+    if max_loss is not None and not 0 <= max_loss < 1:
+        raise ConfigError(
+            f"the largest loss is a share, 0 or more and below 1, got {max_loss:g}; one point is"
+            " 0.01"
+        )
 
 
 def measure_loss(accuracy: Accuracy, max_loss: float | None) -> TaskLoss | None:

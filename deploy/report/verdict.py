@@ -24,6 +24,7 @@ from deploy.metrics.levels import (
     ORDER_LABELS,
     SHIFT_LABELS,
     UNUSABLE,
+    check_max_loss,
     finds_objects,
     judge_accuracy,
     question_reference,
@@ -51,8 +52,7 @@ class Gates:
 
     def __post_init__(self) -> None:
         """Refuse limits out of their ranges."""
-        if self.max_loss is not None and not 0 <= self.max_loss <= 1:
-            raise ConfigError(f"the largest loss is a share, 0 to 1, got {self.max_loss}")
+        check_max_loss(self.max_loss)
         if self.min_speedup is not None and not self.min_speedup >= 0:
             raise ConfigError(f"the least speed-up is 0 or more, got {self.min_speedup}")
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from calibrators.searches import COMPARABLE, DEFAULT_METHOD
 from deploy.errors import ConfigError
 from deploy.method import Choices, Method
+from deploy.metrics.levels import check_max_loss
 from deploy.runtimes.ort import cpu_kind
 from deploy.targets.base import Target
 from deploy.tasks import Metric
@@ -202,8 +203,7 @@ class Tuning:
     split: int | None = None
 
     def __post_init__(self) -> None:
-        if self.max_loss is not None and not 0 <= self.max_loss <= 1:
-            raise ConfigError(f"the largest loss is a share, 0 to 1, got {self.max_loss}")
+        check_max_loss(self.max_loss)
         _check_choice("an effort", self.level, (0, *EFFORTS))
         _check_choice("a preference", self.prefer, PREFERENCES)
         _check_choice("a CPU", self.cpu, CPU_NAMES)
